@@ -22,7 +22,7 @@ from ..collectives.plan import given_max_bytes
 from ..collectives.request import Request, make_request
 from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation, check_timeout
-from ..compressors import Compressor
+from ..compressors import NoCompression
 from ..kernels.joined import Flat
 from ..kernels.updates import Update
 from .buckets import PackedGradients, Slice
@@ -146,7 +146,7 @@ class Slots:
         self.clear()
 
     def clear(self) -> None:
-        self._slots: dict[tuple[Hashable, ...], Slot] = {}
+        self._slots: dict[Hashable, Slot] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}  # views by numel
         self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}  # and memory for their gradients
         self._vectors: dict[tuple[int, int, torch.dtype], tuple[int, Tensor, ShardState | None]] = {}
@@ -167,20 +167,28 @@ class Slots:
         channels: Sequence[Channel],
         *,
         state: ShardState | None,
-        algorithm: str,
-        shard_compressor: Compressor | str | None,
+        keeps: bool,
+        packs: bool,
     ) -> Slot:
-        """Return the slot of a slice, which is made when the slice is first seen."""
-        key = (id(slice_), source.dtype, state is not None, algorithm)
+        """Return the slot of a slice, of packed parameters or not, which is made when the slice is first seen."""
+        key = id(slice_), source.dtype, keeps
         slot = self._slots.get(key)
         if slot is None or slot.request.channels != channels:
+            algorithm = self.collective.algorithm
+            if isinstance(slice_.compressor, NoCompression):
+                # Between two ranks, gather sends as much as dense, in one message; but 16-bit sums would be rounded.
+                is_wide = source.dtype.itemsize >= 4
+                algorithm = "gather" if self.peers.world_size == 2 and is_wide else "dense"
+            elif packs and algorithm != "dense":
+                algorithm = "auto"
             request = make_request(
                 channels,
                 source,
                 slice_.compressor,
                 op=dist.ReduceOp.AVG,
                 algorithm=algorithm,
-                shard_compressor=shard_compressor,
+                # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
+                shard_compressor=self.collective.shard_compressor if keeps and not packs else None,
                 has_residual=state is not None,
                 state=state,
                 max_bytes=_NO_LIMIT,

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 
 import torch
@@ -223,26 +222,17 @@ class Step:
         return True
 
     def _send_slice(self, slice_: Slice, gradient: Flat) -> None:
-        self._sample(slice_, gradient)
-        update = self._update(slice_, gradient) if self._sends_updates else None
-        if self.updates is None:
-            assert isinstance(gradient, Tensor)
-            source = gradient
-        else:
+        update, source = None, gradient
+        if self.updates is not None:
+            if self._sends_updates:
+                moments = [self._slots.moment_of(slice_, vectors, gradient) for vectors in self.updates.moments]
+                clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
+                make: Maker = self.updates.rules[slice_.family]  # type: ignore[call-overload]
+                update = make(slice_, moments, clip / self.updates.scale)
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
             source = self._slots.scratch(gradient, dtype)
-
-        def write(parcel: Parcel) -> None:
-            if update is not None:
-                with parcel.report.clock("update"):
-                    update.write(self._clipped(parcel), source)
-            elif self.warms_up:
-                assert isinstance(gradient, Tensor)
-                self._as_gradient(source.copy_(gradient))
-            if slice_.gaps:  # packed parameters, which are sent separately
-                torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
-
-        self._send(slice_, gradient, source, write, update=update)
+        assert isinstance(source, Tensor)
+        self._send(slice_, gradient, source, update=update)
 
     def _send_packed(self) -> None:
         """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
@@ -256,39 +246,26 @@ class Step:
             if self.updates is not None and self._sends_updates and not isinstance(self._clip, Tensor):
                 origin = *(addresses_of(waiting.flat) for waiting in group), self._clip, self.updates.scale
             if not self._is_sent_again(slice_, packed, origin):
-                write = partial(self._write_packed, group, slice_, packed)
-                self._send(slice_, packed, packed, write, places=group, origin=origin)
-
-    def _write_packed(self, group: Sequence[PackedGradients], slice_: Slice, packed: Tensor, _: Parcel) -> None:
-        pieces = [waiting.pieces() if waiting.copied is None else [waiting.copied] for waiting in group]
-        torch.cat([piece for some in pieces for piece in some], out=packed)
-        self._sample(slice_, packed)
-        if self.updates is not None:
-            self._as_gradient(packed)
+                self._send(slice_, packed, packed, places=group, origin=origin)
 
     def _send(
         self,
         slice_: Slice,
         gradient: Flat,
         source: Tensor,
-        write: Callable[[Parcel], None],
         *,
         update: Update | None = None,
         places: Sequence[PackedGradients] = (),
         origin: Hashable = None,
     ) -> None:
-        """Send `source`, which `write` writes; do nothing if an operation of this step has failed."""
+        """Send `source`, which is written here; do nothing if an operation of this step has failed."""
         keeps = not isinstance(slice_.compressor, NoCompression) and (bool(places) or not self.warms_up)
         if not (operations := self._operations(source.device)):
             return
         with refusing(operations):
             residual, state = self._slots.residual_of(slice_, source) if keeps else (None, None)
-            # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-            slot = self._slots.of(
-                slice_, source, [operation.channel for operation in operations], state=state,
-                algorithm=self._algorithm(slice_.compressor, source, bool(places)),
-                shard_compressor=self._slots.collective.shard_compressor if keeps and not places else None,
-            )  # fmt: skip
+            channels = [operation.channel for operation in operations]
+            slot = self._slots.of(slice_, source, channels, state=state, keeps=keeps, packs=bool(places))
             self._hold(slot)
             key = mix_key(self.number, slice_.seed) if slot.request.draws else None
             parcel = Parcel(
@@ -296,7 +273,7 @@ class Step:
             )
 
         def encode() -> None:
-            write(parcel)
+            self._write(parcel)
             parcel.depart()
 
         recorder = self._recorder
@@ -308,6 +285,24 @@ class Step:
         replays, keeps_parcel = not self._sampled, self._sends_updates
         self._submit(parcel, lambda: recorder.depart(parcel, encode, replays=replays, keeps=keeps_parcel))
 
+    def _write(self, parcel: Parcel) -> None:
+        """Write what is encoded."""
+        source, gradient, slice_ = parcel.tensor, parcel.gradient, parcel.slot.slice
+        if parcel.places:
+            pieces = [packed.pieces() if packed.copied is None else [packed.copied] for packed in parcel.places]
+            torch.cat([piece for some in pieces for piece in some], out=source)
+        self._sample(slice_, gradient)
+        if parcel.update is not None:
+            with parcel.report.clock("update"):
+                parcel.update.write(self._clipped(parcel), source)
+        elif self.updates is not None:
+            if not parcel.places:
+                assert isinstance(gradient, Tensor)
+                source.copy_(gradient)
+            self._as_gradient(source)
+        if slice_.gaps:  # packed parameters, which are sent separately
+            torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
+
     def _submit(self, parcel: Parcel, depart: Callable[[], None]) -> None:
         self.flights.append(parcel)
         self.reports.append(parcel.report)
@@ -317,13 +312,6 @@ class Step:
         except BaseException as error:
             parcel.give_up(error)  # otherwise a caller would wait for it forever
             raise
-
-    def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
-        if not isinstance(compressor, NoCompression):
-            given = self._slots.collective.algorithm
-            return "auto" if packs and given != "dense" else given
-        # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
-        return "gather" if self._world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 
     def _hold(self, slot: Slot) -> None:
         self.slots_used.append(slot)
@@ -344,12 +332,6 @@ class Step:
         return made if failure is None else []
 
     # Updates of an optimizer.
-
-    def _update(self, slice_: Slice, gradient: Flat) -> Update:
-        assert self.updates is not None
-        moments = [self._slots.moment_of(slice_, vectors, gradient) for vectors in self.updates.moments]
-        clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
-        return self.updates.rules[slice_.family](slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
     def _clipped(self, parcel: Parcel) -> Flat:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
