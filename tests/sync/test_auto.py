@@ -20,9 +20,9 @@ UPDATES = updates(2)
 SPECS = NONE, EIGHT, TOPK = tuple(map(format_spec, UPDATES))
 
 
-def trials_of(compressors: tuple[Compressor, ...], warmup: int = 0, *, of_updates: bool = False) -> Trials:
+def trials_of(compressors: tuple[Compressor, ...], warmup: int = 0) -> Trials:
     peers = Peers(LocalWorld(1).groups[0], None)
-    return Trials(compressors, peers, warmup_steps=warmup, of_updates=of_updates)
+    return Trials(peers, warmup_steps=warmup, of_updates=compressors == UPDATES)
 
 
 def way(trials: Trials, step: int, warmup: int = 0) -> Way:
@@ -121,7 +121,7 @@ def test_another_world_size_measures_again_unless_updates_were_sent() -> None:
     for compressors, best, expected in (
         (GRADIENTS, 1, None), (UPDATES, 0, None), (UPDATES, 1, EIGHT), (UPDATES, 2, TOPK),
     ):  # fmt: skip
-        saved, resumed = (trials_of(compressors, of_updates=compressors == UPDATES) for _ in range(2))
+        saved, resumed = (trials_of(compressors) for _ in range(2))
         specs = tuple(map(format_spec, compressors))
         saved.choice = decide(specs, [1.0 if number == best else 2.0 for number in range(len(specs))])
         resumed.load_state_dict({**saved.state_dict(), "steps": 100}, same_world=False)
@@ -132,7 +132,7 @@ def test_another_world_size_measures_again_unless_updates_were_sent() -> None:
 
 def test_measurements_of_another_world_size_do_not_count() -> None:
     """In the middle of the trials of updates there is no way back, so these end, and dense is chosen."""
-    saved, resumed = (trials_of(UPDATES, of_updates=True) for _ in range(2))
+    saved, resumed = (trials_of(UPDATES) for _ in range(2))
     saved._turns = {number: [[1.0]] for number in range(3)}
     step = saved.end - 2
     resumed.load_state_dict({**saved.state_dict(), "steps": step}, same_world=False)

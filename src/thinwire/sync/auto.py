@@ -15,6 +15,7 @@ sent dense until the choice is made, so that they have no residual if dense is c
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import isfinite, nan
 from statistics import median
 from typing import Any, NamedTuple
@@ -109,21 +110,20 @@ class Trials:
     of_updates   the compressors send an optimizer's updates.
     """
 
-    def __init__(
-        self,
-        compressors: Sequence[Compressor],
-        peers: Peers,
-        *,
-        warmup_steps: int,
-        of_updates: bool,
-        shards: ShardGroup | None = None,
-    ) -> None:
-        self.compressors, self._schedule = tuple(compressors), schedule(compressors)
+    def __init__(self, peers: Peers, *, warmup_steps: int, of_updates: bool, shards: ShardGroup | None = None) -> None:
         self._peers, self._of_updates, self._shards = peers, of_updates, shards
         self.choice: Choice | None = None
         self._start = max(BEFORE, warmup_steps)
         self._turns: dict[int, list[list[float]]] = {}  # seconds of steps, by the number of the compressor
         self._open: tuple[int, float] | None = None  # the step under way, and its start
+
+    @cached_property
+    def compressors(self) -> tuple[Compressor, ...]:
+        return updates(self._peers.nodes) if self._of_updates else GRADIENTS
+
+    @cached_property
+    def _schedule(self) -> list[int]:
+        return schedule(self.compressors)
 
     def chosen_at(self, step: int) -> Compressor | None:
         """Return the compressor that is chosen, or else tried at this step, if any."""

@@ -25,7 +25,7 @@ from ..collectives.transport.operation import refusing
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
 from . import checkpoint
-from .auto import GRADIENTS, Choice, Trials, updates
+from .auto import Choice, Trials
 from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
 from .policy import Policy, Spec, Way
@@ -78,15 +78,16 @@ class Synchronizer:
         self.shards = shards
         if shards is not None:
             shards.timeout = collective.timeout
-        self._work_with(Residuals())
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
+        self._families = families
+        self._work_with(Residuals())
         if self.policy.by_ranks and self.peers.are_known:
             self.policy = self.policy.for_ranks(self.peers.nodes)
         if error_feedback and families is None:
             self.policy.check_order()
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
-        self.grad_scaler, self._families = grad_scaler, families
+        self.grad_scaler = grad_scaler
         self.numels: dict[str, int] | None = None  # of every parameter; None until they are registered
         self._warned_of_skipped = False
         self._step: Step | None = None
@@ -110,7 +111,10 @@ class Synchronizer:
 
     def _forget_ways(self) -> None:
         self._ways: dict[Hashable, Way] = {}
-        self._trials: Trials | None = None  # made once the number of ranks is known
+        self.trials: Trials | None = None  # of "auto"
+        if self.policy.auto:
+            steps, of_updates = self.policy.warmup_steps, self._families is not None
+            self.trials = Trials(self.peers, warmup_steps=steps, of_updates=of_updates, shards=self.shards)
 
     def reset(self) -> None:
         self.drop()
@@ -189,20 +193,7 @@ class Synchronizer:
     @property
     def choice(self) -> Choice | None:
         """Return what "auto" has chosen, and why; None before that, and for other compressors."""
-        return None if self._trials is None else self._trials.choice
-
-    @property
-    def trials(self) -> Trials | None:
-        """Return the trials of "auto", which are made once the number of ranks is known."""
-        if self._trials is None and self.policy.auto:
-            self._trials = Trials(
-                GRADIENTS if self._families is None else updates(self.peers.nodes),
-                self.peers,
-                warmup_steps=self.policy.warmup_steps,
-                of_updates=self._families is not None,
-                shards=self.shards,
-            )
-        return self._trials
+        return None if self.trials is None else self.trials.choice
 
     def way(self, step: int) -> Way:
         """Return how parameters are sent at a step; the same object as long as they are sent alike."""
