@@ -16,7 +16,7 @@ from ..collectives import ShardState, all_reduce_compressed
 from ..collectives.algorithms.leg import Leg
 from ..collectives.collective import Collective
 from ..collectives.flight import Flight
-from ..collectives.groups import Group, channels, check_kind, compressing_ranks, is_ready, place
+from ..collectives.groups import Group, channels, check_kind, compressing_ranks, place
 from ..collectives.local import LocalGroup
 from ..collectives.plan import given_max_bytes
 from ..collectives.request import Request, make_request
@@ -60,10 +60,6 @@ class Peers:
     def nodes(self) -> int:
         """Return the number of compressed payloads in a sum: one for each rank, or with two groups for each node."""
         return self._placed()[2]
-
-    @property
-    def are_known(self) -> bool:
-        return is_ready(self.group)
 
     def _placed(self) -> tuple[int, int, int]:
         world = dist.group.WORLD if dist.is_initialized() else None
@@ -199,17 +195,11 @@ class Slots:
             slot = self._slots[key] = Slot(slice_, request, leg)
         return slot
 
-    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
-        if not self.error_feedback:
-            return None, None
-        return self._vector_of(slice_, self.residuals, tensor)
+    def vector_of(self, slice_: Slice, vectors: NamedVectors, like: Flat) -> tuple[Tensor, ShardState | None]:
+        """Return the residual of a slice and the state of the shards that this rank owns, or a moment and None.
 
-    def moment_of(self, slice_: Slice, vectors: NamedVectors, like: Flat) -> Tensor:
-        return self._vector_of(slice_, vectors, like)[0]
-
-    def _vector_of(self, slice_: Slice, vectors: NamedVectors, like: Flat) -> tuple[Tensor, ShardState | None]:
-        """Return the vector of a slice, and its state if it is a residual; looked up again only if one has moved."""
+        They are looked up again only if one has moved.
+        """
         key = id(slice_), id(vectors), like.dtype
         known = self._vectors.get(key)
         if known is None or known[0] != vectors.generation:
@@ -219,7 +209,7 @@ class Slots:
         return known[1:]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream that encodes in backward; None on a CPU, and for ranks that take turns on a GPU."""
+        """Return the stream that encodes in backward; None on a CPU, and for ranks that are threads."""
         if device.type != "cuda" or isinstance(self.peers.group, LocalGroup):
             return None
         if device not in self._streams:

@@ -225,7 +225,7 @@ class Step:
         update, source = None, gradient
         if self.updates is not None:
             if self._sends_updates:
-                moments = [self._slots.moment_of(slice_, vectors, gradient) for vectors in self.updates.moments]
+                moments = [self._slots.vector_of(slice_, vectors, gradient)[0] for vectors in self.updates.moments]
                 clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
                 make: Maker = self.updates.rules[slice_.family]  # type: ignore[call-overload]
                 update = make(slice_, moments, clip / self.updates.scale)
@@ -263,9 +263,10 @@ class Step:
         if not (operations := self._operations(source.device)):
             return
         with refusing(operations):
-            residual, state = self._slots.residual_of(slice_, source) if keeps else (None, None)
-            channels = [operation.channel for operation in operations]
-            slot = self._slots.of(slice_, source, channels, state=state, keeps=keeps, packs=bool(places))
+            slots, channels = self._slots, [operation.channel for operation in operations]
+            has_residual = keeps and slots.error_feedback
+            residual, state = slots.vector_of(slice_, slots.residuals, source) if has_residual else (None, None)
+            slot = slots.of(slice_, source, channels, state=state, keeps=keeps, packs=bool(places))
             self._hold(slot)
             key = mix_key(self.number, slice_.seed) if slot.request.draws else None
             parcel = Parcel(

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
-from ..collectives.groups import Group, as_group
+from ..collectives.groups import Group, as_group, is_ready
 from ..collectives.transport.operation import refusing
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
@@ -81,7 +81,7 @@ class Synchronizer:
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         self._families = families
         self._work_with(Residuals())
-        if self.policy.by_ranks and self.peers.are_known:
+        if self.policy.by_ranks and is_ready(self.group):
             self.policy = self.policy.for_ranks(self.peers.nodes)
         if error_feedback and families is None:
             self.policy.check_order()
