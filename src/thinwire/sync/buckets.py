@@ -86,7 +86,6 @@ class PackedGradients(NamedTuple):
         return sum(part.stop - part.start for part in self.parts) * self.flat.dtype.itemsize
 
     def pieces(self) -> list[Tensor]:
-        """Return where the bucket has these gradients, one after the other."""
         return [piece for part in self.parts for piece in tensors_of(self.flat[part.start : part.stop])]
 
 

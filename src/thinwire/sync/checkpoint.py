@@ -146,7 +146,6 @@ def choose(given: States, rank: int, world_size: int, *, strict: bool = True) ->
 
 
 def _check_types(state: State) -> None:
-    """Raise DamagedError if a value of a state has a type or a size that thinwire does not save."""
     for name, kind in _TYPES.items():
         value = state[name]
         if not isinstance(value, kind) or isinstance(value, bool):

@@ -62,7 +62,6 @@ class Replayed(Parcel):
         self.replayed = threading.Event()
 
     def depart_on_wire(self) -> None:
-        """Let the wire start the recording, on the side stream."""
         self._begun.record(torch.cuda.current_stream(self.tensor.device))
         self.stream = self._side if self.through_host else self.stream
         self.encoded = True
@@ -141,7 +140,6 @@ class Recorder:
         return Replayed(parcel, operations, recording, side)
 
     def wait_for(self, parcels: Sequence[Parcel]) -> None:
-        """Wait until the wire has started all recordings of this step."""
         for parcel in parcels:
             if isinstance(parcel, Replayed):
                 parcel.replayed.wait()

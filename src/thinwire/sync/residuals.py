@@ -50,7 +50,6 @@ class NamedVectors:
             return kept
 
     def _make(self, key: _Key, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return new memory with the vectors of these parameters, which move there from their slices."""
         for name, size in key:
             if name in self._parts and self._parts[name].numel() != size:
                 raise ValueError(

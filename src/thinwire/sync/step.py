@@ -258,7 +258,7 @@ class Step:
         places: Sequence[PackedGradients] = (),
         origin: Hashable = None,
     ) -> None:
-        """Send `source`, which is written here; do nothing if an operation of this step has failed."""
+        """Write and send `source`; do nothing if an operation of this step has failed."""
         keeps = not isinstance(slice_.compressor, NoCompression) and (bool(places) or not self.warms_up)
         if not (operations := self._operations(source.device)):
             return
@@ -287,7 +287,6 @@ class Step:
         self._submit(parcel, lambda: recorder.depart(parcel, encode, replays=replays, keeps=keeps_parcel))
 
     def _write(self, parcel: Parcel) -> None:
-        """Write what is encoded."""
         source, gradient, slice_ = parcel.tensor, parcel.gradient, parcel.slot.slice
         if parcel.places:
             pieces = [packed.pieces() if packed.copied is None else [packed.copied] for packed in parcel.places]

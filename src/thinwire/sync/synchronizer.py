@@ -187,7 +187,6 @@ class Synchronizer:
         self.stats.add_averages(handles, started)
 
     def mean_of(self, tensor: Tensor) -> Tensor:
-        """Return the average of a tensor over ranks, sent dense; its bytes are not counted."""
         return self.peers.mean_of(tensor)
 
     @property
