@@ -24,17 +24,13 @@ Call = Callable[[int], Any]
 """A timed function. Its argument is the index of the set of buffers that it works on."""
 
 BURST = 3
-"""Consecutive repetitions of one job before the next job's turn.
-
-The threads of the previous job spin for a while before they sleep and may slow the first repetition down. That sample
-is counted too, but the median lies among the others.
-"""
+"""Consecutive repetitions of one job: threads of the job before, which spin for a while, may slow the first down."""
 PATIENCE_SECONDS = 2.0
 """A job with at least three samples gets no more once its samples add up to this many seconds."""
 
 
 class Timing(TypedDict):
-    """Median and 20th and 80th percentiles of the samples, in milliseconds."""
+    """Percentiles of the samples, in milliseconds."""
 
     p20: float
     p50: float
@@ -53,25 +49,24 @@ def interleave(jobs: Mapping[str, Job], repeats: int) -> dict[str, Timing]:
     samples: dict[str, list[float]] = {name: [] for name in jobs}
     for job in jobs.values():
         job()
-    while any(_unfinished(taken, repeats) for taken in samples.values()):
-        for name, job in jobs.items():
-            for _ in range(BURST):
-                if _unfinished(samples[name], repeats):
-                    started = time.perf_counter()
-                    job()
-                    samples[name].append(1e3 * (time.perf_counter() - started))
+    left = set(jobs)
+    while left:
+        for name in [name for name in jobs if name in left]:
+            taken = samples[name]
+            for _ in range(min(BURST, repeats - len(taken))):
+                started = time.perf_counter()
+                jobs[name]()
+                taken.append(1e3 * (time.perf_counter() - started))
+            if len(taken) >= repeats or (len(taken) >= 3 and sum(taken) >= 1e3 * PATIENCE_SECONDS):
+                left.remove(name)
     return {name: timing(taken) for name, taken in samples.items()}
-
-
-def _unfinished(taken: list[float], repeats: int) -> bool:
-    return len(taken) < repeats and (len(taken) < 3 or sum(taken) < 1e3 * PATIENCE_SECONDS)
 
 
 def peak_memory(job: Job, device: torch.device) -> int | None:
     """Return the peak memory of a call in bytes, beyond the memory in use before it, or None if it cannot be measured.
 
-    On a CPU this is the resident memory of the process, which only Linux reports. The job is called once before the
-    measurement, so memory that it keeps between calls is not included.
+    On a CPU this is the resident memory of the process, which only Linux reports. What the job keeps between calls does
+    not count.
     """
     if device.type == "cpu" and not (sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)):
         return None
@@ -103,8 +98,6 @@ def _peak_resident(job: Job) -> int:
 
 
 class Clock:
-    """Measures the time and memory of calls on a CPU or a CUDA device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -128,7 +121,6 @@ class Clock:
         return interleave({name: job(call) for name, (call, _) in calls.items()}, samples)
 
     def peak(self, call: Call) -> int | None:
-        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
         return peak_memory(partial(call, 0), self._device)
 
 

@@ -1,12 +1,9 @@
 """`python -m benchmarks codec`: time, bytes and memory of every compressor, compared with plain torch.
 
-For each (compressor, size, dtype) it times compress with a residual, and its parts: encode, commit, decode, accumulate.
-`residual.add_(grad)` on the same tensors is timed beside them, and so is the same selection in torch operations. Each
-result is compared with that of the reference kernels before it is timed.
-
-On a CPU all of these take turns, so that "x add_" and "x torch" are ratios of medians that were measured in the same
-seconds. On a GPU a call is captured into a CUDA graph where possible and timed by events, on three sets of buffers, so
-that nothing is in the cache: the question is how close a kernel comes to the memory bandwidth.
+For each (compressor, size, dtype) it times compress with a residual, and its parts: encode, commit, decode, accumulate;
+and `residual.add_(grad)` on the same tensors, and the same selection in torch operations. On a CPU all of these take
+turns, so that ratios are of medians that were measured in the same seconds. On a GPU a call is captured into a CUDA
+graph where possible and timed by events.
 
 It needs torch, on a GPU Triton, and no package of the command line. Without those, run
 
@@ -14,7 +11,7 @@ It needs torch, on a GPU Triton, and no package of the command line. Without tho
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,27 +35,22 @@ class Options:
 
     specs: Specs = ()
     """Compressors, such as topk:ratio=1/64,bits=2. Default: several of every registered one."""
-    sizes: Annotated[tuple[str, ...], arg(metavar="SIZE ...")] = ("1M", "25M")
-    """Numbers of elements: 1e6, 25_000_000 or 25M."""
+    sizes: Annotated[tuple[str, ...], arg(metavar="SIZE ...", help_behavior_hint="")] = ()
+    """Numbers of elements: 1e6, 25_000_000 or 25M. Default: 1M 25M; on a GPU, which has a cache, 25M 268435456."""
     dtypes: Annotated[tuple[DType, ...], arg(metavar="DTYPE ...", help_behavior_hint="")] = ()
     """float32, bfloat16, float16 or float64. Default: float32 at every size, the others at the smallest; with
     --device cuda float32 and bfloat16 at every size."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the tensors are."""
-    repeats: int = 15
-    """Samples of each time; calls of seconds get three, on a GPU those that a CUDA graph cannot hold an eighth."""
+    repeats: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Samples of each time, 15 by default and 50 on a GPU; calls of seconds get three, on a GPU those that a CUDA graph
+    cannot hold an eighth."""
     out: File = None
     """Write JSON lines to this file: the conditions, then the rows."""
 
-    @classmethod
-    def defaults(cls, arguments: Sequence[str]) -> "Options":
-        """Return the defaults, which are those of `on_gpu` with --device cuda."""
-        return on_gpu(device="cpu") if "cuda" in " ".join(arguments).replace("=", " ").split() else cls()
-
 
 def on_gpu(**changed: Any) -> Options:
-    """Return options with larger sizes and more repeats: a GPU is fast, and small tensors would stay in its cache."""
-    return Options(**{"device": "cuda", "sizes": ("25M", "268435456"), "repeats": 50, **changed})
+    return Options(device="cuda", **changed)
 
 
 def run(options: Options) -> int:
@@ -74,29 +66,25 @@ def run(options: Options) -> int:
     from .clock import Clock
     from .codec_rows import measure, plan
 
-    at_least(options, repeats=1)
     cuda = options.device == "cuda"
+    sizes, repeats = options.sizes or (("25M", "268435456") if cuda else ("1M", "25M")), options.repeats
+    if repeats is None:
+        repeats = 50 if cuda else 15
+    at_least(repeats=(repeats, 1))
     chosen = os.environ.get(kernels.ENVIRONMENT_VARIABLE) or ("cuda" if cuda else None)
     with kernels.force(chosen):
-        cases = plan(options.specs, sizes=options.sizes, dtypes=options.dtypes, device=options.device)
+        cases = plan(options.specs, sizes=sizes, dtypes=options.dtypes, device=options.device)
         labels = list(cases[0].compressors)
         parts = set(labels if options.specs or not cuda else labels[:1])
 
         def measured(progress: Progress) -> Iterator[Row]:
             for case in cases:
-                yield from measure(case, parts, Clock(case.device), options.repeats, progress)
+                yield from measure(case, parts, Clock(case.device), repeats, progress)
                 if cuda:
                     torch.cuda.empty_cache()
 
-        return run_benchmark(
-            options,
-            measured,
-            show,
-            name="codec",
-            progress_steps=len(cases) * (len(labels) + 1),
-            repeats=options.repeats,
-            **describe_device(options.device, chosen),
-        )
+        under, steps = describe_device(options.device, chosen), len(cases) * (len(labels) + 1)
+        return run_benchmark(options, measured, show, name="codec", progress_steps=steps, repeats=repeats, **under)
 
 
 def describe_device(device: str, chosen: str | None) -> dict[str, object]:
@@ -110,9 +98,7 @@ def describe_device(device: str, chosen: str | None) -> dict[str, object]:
         "device": device,
         "kernels": chosen,
         "device_name": found.name,
-        "device_memory": found.total_memory,
         "device_cache": found.L2_cache_size,
-        "multiprocessors": found.multi_processor_count,
         "cuda": torch.version.cuda,
         "triton": import_module("triton").__version__ if find_spec("triton") else None,
     }

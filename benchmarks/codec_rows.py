@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire import compressors, kernels
 from thinwire.compressors import Compressor
-from thinwire.kernels.layout import Layout, RandomKLayout, TopKLayout, residual_dtype
+from thinwire.kernels.layout import Layout, TopKLayout, residual_dtype
 from thinwire.tools.units import parse_count
 
 from .clock import Call, Clock, Timing
@@ -29,12 +29,7 @@ DEFAULT_SPECS = {
     "none": ["none"],
     "quantize": ["quantize:bits=8", "quantize:bits=4", "quantize:bits=2", "quantize:bits=1"],
     "randomk": ["randomk:ratio=1/64"],
-    "topk": [
-        "topk:ratio=1/64,bits=2",
-        "topk:ratio=1/256,bits=4",
-        "topk:ratio=1%,bits=32",
-        "topk:ratio=1/16,bits=8",
-    ],
+    "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/256,bits=4", "topk:ratio=1%,bits=32", "topk:ratio=1/16,bits=8"],
 }
 GPU_SPECS = {
     "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4"],
@@ -69,7 +64,6 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return the number and dtype of the elements, as text."""
         return f"{self.numel:,} x {str(self.dtype).removeprefix('torch.')}"
 
 
@@ -77,8 +71,6 @@ def plan(specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (),
     """Return the cases. Raises ValueError for options that cannot be run."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch finds no CUDA device")
-    if not sizes:
-        raise ValueError("--sizes without a size, expected one or more")
     numels = sorted({parse_count("--sizes", text, LARGEST) for text in sizes})
     tensors = [(numel, torch.float32) for numel in numels] + [(numels[0], dtype) for dtype in OTHER_DTYPES]
     if dtypes or device == "cuda":
@@ -108,56 +100,30 @@ def default_specs(device: str = "cpu") -> list[str]:
     ]
 
 
-class Codec(NamedTuple):
-    """The kernel of a layout, called as training calls it: without waiting for the device if the kernel can."""
-
-    kernel: kernels.Kernel
-    layout: Layout
-
-    def encode(self, tensor: Tensor, residual: Tensor, payload: Tensor) -> bool | Tensor:
-        """Write the payload of tensor + residual. Return what the kernel does: see `kernels.Kernel`."""
-        return self.kernel.encode(tensor, residual, self.layout, payload)
-
-    def commit(self, tensor: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """Keep in the residual what the payload leaves."""
-        self.kernel.commit(tensor, residual, self.layout, payload)
-
-    def compress(self, tensor: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """Encode, then commit."""
-        self.encode(tensor, residual, payload)
-        self.commit(tensor, residual, payload)
-
-    def decode(self, payloads: Tensor, out: Tensor, weight: float, *, add: bool = False) -> None:
-        """Write a weighted sum of payloads, or add it."""
-        self.kernel.decode(payloads, self.layout, out, weight, add)
-
-
-def codec_of(given: Compressor, numel: int, dtype: torch.dtype, device: torch.device) -> Codec:
-    """Return the codec of a compressor for a tensor."""
+def kernel_of(given: Compressor, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[kernels.Kernel, Layout]:
+    """Return the kernel of a compressor for a tensor, and the layout that it takes."""
     layout = given.layout(numel, dtype).with_key(1)
-    _, kernel = kernels.select(layout, device)
-    return Codec(kernel, layout)
+    return kernels.select(layout, device)[1], layout
 
 
 def check(given: Compressor, gradient: Tensor, residual: Tensor) -> None:
     """Raise `Failure` if a result of a kernel differs from the reference, without changing a tensor."""
-    codec = codec_of(given, gradient.numel(), gradient.dtype, gradient.device)
+    kernel, layout = kernel_of(given, gradient.numel(), gradient.dtype, gradient.device)
     with kernels.force("reference"):
-        _, kernel = kernels.select(codec.layout, gradient.device)
-    both = codec, codec._replace(kernel=kernel)
-    payloads = [torch.empty(codec.layout.nbytes, dtype=torch.uint8, device=gradient.device) for _ in both]
+        both = kernel, kernels.select(layout, gradient.device)[1]
+    payloads = [torch.empty(layout.nbytes, dtype=torch.uint8, device=gradient.device) for _ in both]
     for each, payload in zip(both, payloads, strict=True):
-        found = each.encode(gradient, residual, payload)
+        found = each.encode(gradient, residual, layout, payload)
         if found.item() if isinstance(found, Tensor) else not found:
             raise Failure("encode reports an input that is not finite, expected a finite one")
     _same("encode: payload", *payloads)
     results: list[list[Tensor]] = []
     for each in both:
         kept, one, many, added = (residual.clone() for _ in range(4))
-        each.commit(gradient, kept, payloads[1])
-        each.decode(payloads[1].unsqueeze(0), one, 1.0)
-        each.decode(payloads[1].repeat(PAYLOADS, 1), many, 1 / PAYLOADS)
-        each.decode(payloads[1].unsqueeze(0), added, 0.5, add=True)
+        each.commit(gradient, kept, layout, payloads[1])
+        each.decode(payloads[1].unsqueeze(0), layout, one, 1.0, False)
+        each.decode(payloads[1].repeat(PAYLOADS, 1), layout, many, 1 / PAYLOADS, False)
+        each.decode(payloads[1].unsqueeze(0), layout, added, 0.5, True)
         results.append([kept, one, many, added])
     names = "commit: residual", "decode of 1: result", f"decode of {PAYLOADS}: result", "accumulate: result"
     for name, mine, theirs in zip(names, *results, strict=True):
@@ -190,12 +156,10 @@ class Timed:
 
 
 class Bench:
-    """Measures calls on tensors of one size and dtype.
+    """Measures calls on tensors of one size and dtype, in turn on sets of gradients, residuals and results.
 
-    Calls take turns on sets of gradients, residuals and results. On a GPU there are `SETS` of each. On a CPU, gradients
-    are windows of one pool of normal numbers, each shifted against the previous one: the values that an element takes
-    in successive calls are independent, and a new gradient takes no time. They share one residual, which is what error
-    feedback leaves of them.
+    On a GPU there are `SETS` of each. On a CPU, gradients are windows of one pool of normal numbers, each shifted
+    against the previous one, so that a new gradient takes no time. They share one residual.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, clock: Clock, samples: int) -> None:
@@ -288,12 +252,7 @@ class Bench:
 
 
 def measure(case: Case, in_parts: set[str], clock: Clock, samples: int, progress: Progress) -> Iterator[Row]:
-    """Yield the rows of a case, each as soon as it is measured.
-
-    in_parts   labels of the compressors whose parts are measured besides compress.
-
-    Raises `Failure` with the name of the compressor if a result differs from that of the reference.
-    """
+    """Yield the rows of a case; of the compressors `in_parts` with those of their parts. Raises `Failure`."""
     shown = set[str]()
     bench = Bench(case.numel, case.dtype, case.device, clock, samples)
     rows = bench.baselines()
@@ -327,31 +286,40 @@ def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: 
     read, width = bench.read, bench.width
     gradients, residuals, outs = bench.gradients, bench.residuals, bench.outs
     check(given, gradients[0][:COMPARED], residuals[0][:COMPARED])
-    codec = codec_of(given, bench.numel, bench.dtype, bench.device)
-    kept, share = kept_elements(codec.layout), ""
+    kernel, layout = kernel_of(given, bench.numel, bench.dtype, bench.device)
+    kept, share = getattr(layout, "k", 0), ""
+    if isinstance(layout, TopKLayout):
+        kept = layout.rows * layout.record.k + (layout.tail.k if layout.tail else 0)
     if kept:
         share = f"1/{bench.numel / kept:.3g}"
         yield Timed(f"{TOPK}, {share}", width, lambda i: residuals[i].abs().topk(kept, sorted=False), graph=False)
         yield Timed(
             f"{SELECT}, {share}", read + 2 * width, lambda i: select(gradients[i], residuals[i], kept), graph=False
         )
-    facts = {"spec": label, "kernel": _name(codec.kernel), "payload_bytes": codec.layout.nbytes}
-    timed = partial(Timed, graph=kernels.select(codec.layout, bench.device)[0] == "cuda", facts=facts)
-    size, payloads = codec.layout.nbytes / bench.numel, bench.payloads(codec.layout, PAYLOADS if in_parts else 1)
+    facts = {"spec": label, "kernel": getattr(kernel, "__name__", ""), "payload_bytes": layout.nbytes}
+    timed = partial(Timed, graph=kernels.select(layout, bench.device)[0] == "cuda", facts=facts)
+    size, payloads = layout.nbytes / bench.numel, bench.payloads(layout, PAYLOADS if in_parts else 1)
     for number in range(len(payloads[0])):  # from different gradients, as those of different ranks
         for i, stack in enumerate(payloads):
-            codec.encode(gradients[(i + number) % bench.sets], residuals[i], stack[number])
+            kernel.encode(gradients[(i + number) % bench.sets], residuals[i], layout, stack[number])
+
+    def encode(i: int) -> None:
+        kernel.encode(gradients[i], residuals[i], layout, payloads[i][0])
+
+    def compress(i: int) -> None:
+        encode(i)
+        kernel.commit(gradients[i], residuals[i], layout, payloads[i][0])
 
     def decode(count: int) -> Call:
-        return lambda i: codec.decode(payloads[i][:count], outs[i], 1 / count)
+        return lambda i: kernel.decode(payloads[i][:count], layout, outs[i], 1 / count, False)
 
     both = 2 * width + size
     calls: dict[str, tuple[float, Call]] = {
-        "compress": (read + both, lambda i: codec.compress(gradients[i], residuals[i], payloads[i][0])),
-        "encode": (read + width + size, lambda i: codec.encode(gradients[i], residuals[i], payloads[i][0])),
-        "commit": (read + both, lambda i: codec.commit(gradients[i], outs[i], payloads[i][0])),
+        "compress": (read + both, compress),
+        "encode": (read + width + size, encode),
+        "commit": (read + both, lambda i: kernel.commit(gradients[i], outs[i], layout, payloads[i][0])),
         **{f"decode {count} x": (width + count * size, decode(count)) for count in (1, PAYLOADS)},
-        "accumulate": (both, lambda i: codec.decode(payloads[i][:1], outs[i], 0.5, add=True)),
+        "accumulate": (both, lambda i: kernel.decode(payloads[i][:1], layout, outs[i], 0.5, True)),
     }
     for part, (moved, call) in calls.items():
         if part == "compress" or in_parts:
@@ -365,14 +333,3 @@ def select(gradient: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = residual[positions].to(torch.float16)
     residual[positions] = 0
     return positions, values
-
-
-def kept_elements(layout: Layout) -> int:
-    """Return the number of elements that a layout keeps, 0 if it selects nothing."""
-    if isinstance(layout, TopKLayout):
-        return layout.rows * layout.record.k + (layout.tail.k if layout.tail else 0)
-    return layout.k if isinstance(layout, RandomKLayout) else 0
-
-
-def _name(kernel: object) -> str:
-    return str(getattr(kernel, "__name__", type(kernel).__name__))

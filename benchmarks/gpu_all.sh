@@ -11,8 +11,8 @@ check() { # name, command ...
     timeout 280 "$@" >"$out/$name.txt" 2>&1
     echo "$name: exit $?"
 }
-for name in kernels_cuda collectives local_world_cuda no_waiting fsdp_cuda bench_codec_cuda train_data_cuda; do
-    check "$name" python3 "tests/gpu/test_$name.py" &
+for name in kernels_cuda collectives no_waiting fsdp_cuda bench_codec_cuda train_data_cuda; do
+    check "$name" python3 tests/gpu/gpu_script.py "test_$name" &
 done
 for tool in memcheck racecheck; do
     check "$tool" benchmarks/gpu_sanitize.sh "$tool" &

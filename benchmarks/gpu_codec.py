@@ -1,13 +1,13 @@
 """The kernels with other settings: registers, warps, elements per lane, chunks per program. One GPU, one run.
 
-    PYTHONPATH=src python3 -m benchmarks.gpu_codec [--tune encode decode quantize] [--out rows.jsonl]
+    PYTHONPATH=src python3 -m benchmarks.gpu_codec [rows.jsonl]
 
 Measured as `python -m benchmarks codec --device cuda` does, whose parts these are. What is chosen goes into the modules
 of `thinwire.kernels.cuda`, what came of it into docs/log.md.
 """
 
-import argparse
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from thinwire.kernels.cuda import quantize, topk
 
 from .clock import Clock
 from .codec import describe_device, show
-from .codec_rows import PAYLOADS, Bench, Timed, codec_of
+from .codec_rows import PAYLOADS, Bench, Timed, kernel_of
 from .harness import Progress, Row, run
 from .methods import EIGHT_BITS, TOPK
 
@@ -45,22 +45,21 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Options:
-    tune: tuple[str, ...] = tuple(SETTINGS)
     out: Path | None = None
 
 
 def tune(name: str, bench: Bench) -> Iterator[Row]:
     """Yield the rows of one kernel with all its settings."""
     spec = EIGHT_BITS if name == "quantize" else TOPK
-    codec = codec_of(thinwire.compressor(spec), bench.numel, torch.float32, bench.device)
-    payloads = bench.payloads(codec.layout, PAYLOADS)
+    kernel, layout = kernel_of(thinwire.compressor(spec), bench.numel, torch.float32, bench.device)
+    payloads = bench.payloads(layout, PAYLOADS)
     facts = {"kernel": "cuda"}
 
     def encode(i: int, number: int = 0) -> None:
-        codec.encode(bench.gradients[i], bench.residuals[i], payloads[i][number])
+        kernel.encode(bench.gradients[i], bench.residuals[i], layout, payloads[i][number])
 
     def decode(i: int) -> None:
-        codec.decode(payloads[i], bench.outs[i], 1 / PAYLOADS)
+        kernel.decode(payloads[i], layout, bench.outs[i], 1 / PAYLOADS, False)
 
     for i in range(bench.sets):
         for number in range(PAYLOADS):
@@ -68,7 +67,7 @@ def tune(name: str, bench: Bench) -> Iterator[Row]:
     for values in SETTINGS[name]:
         shown = {key.strip("_").lower(): value(4096) if callable(value) else value for key, value in values.items()}
         words = " ".join(f"{key}={value}" for key, value in shown.items())
-        call = Timed(f"{name} {words}", 8 + codec.layout.nbytes / bench.numel, encode, facts=facts)
+        call = Timed(f"{name} {words}", 8 + layout.nbytes / bench.numel, encode, facts=facts)
         if name == "decode":
             call = Timed(f"decode {PAYLOADS} x {words}", 4, decode, facts=facts)
         with patch.multiple(quantize if name == "quantize" else topk, **values):  # AttributeError: a name is gone
@@ -76,25 +75,18 @@ def tune(name: str, bench: Bench) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tune", nargs="*", choices=SETTINGS, default=list(SETTINGS), help="which kernels")
-    parser.add_argument("--out", type=Path, default=None, help="JSON lines")
-    given = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    options = Options(tuple(given.tune), given.out)
+    device = torch.device("cuda")
     os.environ[kernels.ENVIRONMENT_VARIABLE] = "cuda"
 
     def measure(progress: Progress) -> Iterator[Row]:
-        device = torch.device("cuda")
         bench = Bench(NUMEL, torch.float32, device, Clock(device), CALLS)
         yield from bench.baselines()
-        for name in options.tune:
+        for name in SETTINGS:
             yield from tune(name, bench)
             progress.finish(name, "done")
 
-    under = describe_device("cuda", "cuda")
-    run(options, measure, show, name="gpu_codec", progress_steps=len(options.tune), repeats=CALLS, **under)
+    options, under = Options(Path(sys.argv[1]) if sys.argv[1:] else None), describe_device("cuda", "cuda")
+    run(options, measure, show, name="gpu_codec", progress_steps=len(SETTINGS), repeats=CALLS, **under)
 
 
 if __name__ == "__main__":

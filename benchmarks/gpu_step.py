@@ -1,24 +1,24 @@
 """A training step of a GPT with 100 million parameters: two ranks on one GPU, over gloo, each method in turns.
 
-    PYTHONPATH=src python3 -m benchmarks.gpu_step [--rounds 5] [--mps] [--out results.jsonl]
+    PYTHONPATH=src python3 -m benchmarks.gpu_step [--only PART_OF_A_NAME ...] [--out results.jsonl]
 
 Both ranks share the GPU and this machine's loopback, so "no_sync" is the time of two backward passes at once; "no
-communication", a hook that sends nothing, adds what DDP itself costs. Without --mps the ranks take turns on the GPU;
-with it, CUDA's multi-process service runs kernels of both at the same time, which is nearer to a GPU for each.
+communication", a hook that sends nothing, adds what DDP itself costs. The ranks take turns on the GPU.
 
-Methods are those of all benchmarks (benchmarks/methods.py). It needs torch, Triton and Numba, and no package of the
-command line. Float32 parameters, bfloat16 autocast. Milliseconds are those of the slower rank, from zero_grad to the
-end of the device's work; bytes are those of the loopback interface, divided by ranks and steps.
+It needs torch, Triton and Numba, and no package of the command line. Float32 parameters, bfloat16 autocast.
+Milliseconds are those of the slower rank, bytes those of the loopback interface, divided by ranks and steps.
 """
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import time
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,20 +31,25 @@ from thinwire.tools.train.models import GPTConfig
 
 from .clock import timing
 from .harness import Row, print_table
-from .loopback import sent_bytes
 from .methods import EIGHT_BITS, TOPK, parse
-from .recipe_gpu import multi_process_service
 from .training import Setup, build
 
 CONFIG = GPTConfig(layers=14, width=768, heads=12, context=512)
-BATCH, WARM_UP = 4, 18
-"""Samples of a rank and step. Before the steps that count, kernels are compiled and recorded, and moments averaged."""
+BATCH, WARM_UP, ROUNDS, STEPS = 4, 18, 2, 10
+"""Samples of a rank and step; steps before those that count, in which kernels are compiled and recorded, and moments
+averaged; rounds, in each of which every method is set up anew and takes its turn; timed steps of a turn."""
 NO_SYNC, LARGE_BUCKETS = "no_sync", ", buckets of 100 MB"
 METHODS = [
     NO_SYNC, "no communication", "dense", "fp16 hook", "bf16", f"attach {TOPK}", f"attach {EIGHT_BITS}",
     f"thinwire.AdamW {TOPK}", f"thinwire.SGD {TOPK}", f"no communication{LARGE_BUCKETS}", f"dense{LARGE_BUCKETS}",
     f"thinwire.AdamW {TOPK}{LARGE_BUCKETS}",
 ]  # fmt: skip
+
+
+def sent_bytes() -> int:
+    """Return the bytes that the loopback interface has sent since the system started, headers included."""
+    line = re.search(r"\blo:(.*)", Path("/proc/net/dev").read_text())
+    return int(line[1].split()[8]) if line else 0
 
 
 class Trained:
@@ -72,7 +77,7 @@ class Trained:
         self.optimizer.step()
 
 
-def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[str], shares_by: str, out: str) -> None:
+def rank_main(rank: int, rendezvous: str, names: list[str], out: str) -> None:
     """Be one of two ranks on the first GPU. The first one reports."""
     torch.cuda.set_device(0)
     warnings.simplefilter("ignore")
@@ -81,7 +86,7 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[s
     tokens = torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(rank)).cuda()
     times: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, float] = {}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name in names:  # one at a time is in memory; each makes its own model anew
             trained = Trained(name)
             for _ in range(WARM_UP):
@@ -89,7 +94,7 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[s
             torch.cuda.synchronize()
             dist.barrier()
             before = sent_bytes()
-            for _ in range(steps):
+            for _ in range(STEPS):
                 dist.barrier()
                 started = time.perf_counter()
                 trained.step(tokens)
@@ -98,21 +103,20 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[s
                 dist.all_reduce(took, dist.ReduceOp.MAX)
                 times[name].append(float(took))
             dist.barrier()
-            sent[name] = (sent_bytes() - before) / 2 / steps
+            sent[name] = (sent_bytes() - before) / 2 / STEPS
             del trained
             torch.cuda.empty_cache()
     if rank == 0:
-        kind = {"kind": "gpu step"}
-        rows = [{**kind, "method": n, "ms": timing(times[n]), "bytes_per_step": sent[n]} for n in names]
-        report(rows, shares_by, out)
+        rows = [{"kind": "gpu step", "method": n, "ms": timing(times[n]), "bytes_per_step": sent[n]} for n in names]
+        report(rows, out)
     dist.destroy_process_group()
 
 
-def report(rows: list[Row], shares_by: str, out: str) -> None:
+def report(rows: list[Row], out: str) -> None:
     """Write the rows, and print them as a table."""
     under = conditions(
         device=torch.cuda.get_device_name(), ranks=2, backend="gloo, loopback", batch=BATCH, config=str(CONFIG),
-        parameters=sum(p.numel() for p in CONFIG.build(0).parameters()), **{"gpu shared by": shares_by},
+        parameters=sum(p.numel() for p in CONFIG.build(0).parameters()),
     )  # fmt: skip
     with Writer(out or None) as writer:
         for line in (under, *rows):
@@ -131,20 +135,15 @@ def report(rows: list[Row], shares_by: str, out: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2, help="in each, every method is set up anew and takes its turn")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of a method and round")
     parser.add_argument("--only", nargs="+", default=[""], help="methods with one of these in their name")
-    parser.add_argument("--mps", action="store_true", help="share the GPU by CUDA's multi-process service")
     parser.add_argument("--out", default="", help="JSON lines")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(multi_process_service() if given.mps else {})
-    shares_by = "multi-process service" if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else "time slices"
     names = [name for name in METHODS if name == NO_SYNC or any(part in name for part in given.only)]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (f"{folder}/rendezvous", given.rounds, given.steps, names, shares_by, given.out), nprocs=2)
+        spawn(rank_main, (f"{folder}/rendezvous", names, given.out), nprocs=2)
 
 
 if __name__ == "__main__":

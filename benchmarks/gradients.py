@@ -23,10 +23,7 @@ from thinwire.testing.pool import RankClass, RankError
 from thinwire.tools.train.models import GPT
 
 _LONGEST_CONTEXT = 256
-"""Longest context for one pass over all ranks.
-
-Attention under vmap consists of plain matrix products, whose memory grows with the square of the context.
-"""
+"""Longest context for one pass over all ranks: attention under vmap takes memory with its square."""
 
 
 class Gradients:
@@ -56,15 +53,10 @@ class Gradients:
                     parameter.data = part.view(parameter.shape)
 
     def bucket(self, rank: int) -> Bucket:
-        """Return the flat gradient of a rank, as DDP passes it to a hook."""
         return Bucket(self.flat[rank], self.names, self.sizes)
 
     def compute(self, batch: Sequence[Tensor]) -> None:
-        """Fill `flat` from the samples of all ranks, ordered by rank.
-
-        The first calls must come from one thread. torch creates handles of the CUDA libraries for every thread, and
-        cannot do so while a graph is recorded.
-        """
+        """Fill `flat` from the samples of all ranks, in their order; in one thread, because of the recording."""
         inputs, targets = (part.unflatten(0, (self._ranks, -1)) for part in batch)
         if self._batch is None:
             self._batch = inputs.to(self.flat.device), targets.to(self.flat.device)
@@ -103,10 +95,7 @@ class Gradients:
 
 
 def precision(device: torch.device, *, bf16: bool) -> AbstractContextManager[object]:
-    """Return the context in which a model computes.
-
-    The cache of autocast would keep the weights from when a CUDA graph was recorded.
-    """
+    # The cache of autocast would keep the weights from when a CUDA graph was recorded.
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if bf16 else nullcontext()
 
 
@@ -116,10 +105,7 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 class Threads:
-    """Runs ranks as threads of this process, in the place of `Workers`.
-
-    The object on each rank also gets its `group`, and the list of the objects of all ranks.
-    """
+    """Runs ranks as threads, in the place of `Workers`. Objects also get their `group`, and the list of all objects."""
 
     def __init__(self) -> None:
         self._world: LocalWorld | None = None

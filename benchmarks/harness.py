@@ -56,21 +56,13 @@ class Progress:
 
 
 def run(
-    options: Any,
-    measure: Callable[[Progress], Iterator[Row]],
-    show: Callable[[list[Row], Line], None],
-    *,
-    name: str,
-    progress_steps: int,
-    **under: object,
-) -> int:
+    options: Any, measure: Callable[[Progress], Iterator[Row]], show: Callable[[list[Row], Line], None], *, name: str,
+    progress_steps: int, **under: object,
+) -> int:  # fmt: skip
     """Measure, write and print the rows of a benchmark. Return 0, or 1 if a rank failed or a row has a fault.
 
-    name             name of the command, such as "link".
-    progress_steps   number of steps that the progress counts.
-    under            conditions besides those of the machine.
-
-    If the benchmark fails, what was measured until then is written and printed.
+    `progress_steps` is the number of steps that the progress counts, `under` are conditions besides those of the
+    machine. If the benchmark fails, what was measured until then is written and printed.
     """
     from thinwire.testing.pool import RankError  # loads torch; --help and errors in options do not wait for that
 
@@ -94,11 +86,7 @@ def run(
 
 
 def read(path: str | Path) -> Iterator[Line]:
-    """Yield every row of a file, with its conditions added under that name.
-
-    Raises ValueError if the file is not text, if a line is not a JSON object with a kind, or comes before any
-    conditions.
-    """
+    """Yield every row of a file, with its conditions under that name. Raises ValueError if it has none before it."""
     current: Line | None = None
     for number, line in read_lines(path):
         if line["kind"] == "conditions":
@@ -110,10 +98,7 @@ def read(path: str | Path) -> Iterator[Line]:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, str]], *, text: Collection[str] = ()) -> None:
-    """Print a table to stdout. All rows have the same keys, which are the headers.
-
-    text   headers of columns that are left-aligned. All others are right-aligned.
-    """
+    """Print a table whose headers are the keys of all rows. Columns of `text` are left-aligned."""
     widths = {header: max(len(header), *(len(row[header]) for row in rows)) for header in rows[0]}
 
     def line(cells: Mapping[str, str]) -> str:
@@ -136,12 +121,11 @@ def short(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - whole)}f}"
 
 
-def at_least(options: object, **least: int) -> None:
-    """Raise ValueError if an option is lower than the given number."""
-    for name, number in least.items():
-        value = getattr(options, name)
-        if value < number:
-            raise ValueError(f"--{name.replace('_', '-')} {value}, expected {number} or more")
+def at_least(**given: tuple[int, int]) -> None:
+    """Raise ValueError if the value of an option is lower than the number behind it."""
+    for name, (value, least) in given.items():
+        if value < least:
+            raise ValueError(f"--{name} {value}, expected {least} or more")
 
 
 def check_world(option: str, ranks: int) -> None:
@@ -159,11 +143,9 @@ def check_file(option: str, path: Path | None) -> None:
 def command_line(name: str, options: Any) -> str:
     """Return the command line with all options that differ from the defaults, to record it with the results."""
     words = ["python", "-m", "benchmarks", name]
-    arguments = [f"--{field.name}={getattr(options, field.name)}" for field in fields(options)]
-    defaults = options.defaults(arguments) if hasattr(options, "defaults") else type(options)()
     for field in fields(options):
         value = getattr(options, field.name)
-        if value != getattr(defaults, field.name):
+        if value != field.default:
             listed = value if isinstance(value, tuple) else [] if value is True else [value]
             option = [] if field.name == "files" else [f"--{field.name.replace('_', '-')}"]
             words += [*option, *map(_word, listed)]

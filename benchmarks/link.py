@@ -8,8 +8,8 @@ are those sent by a rank, as the mean over steps and ranks. In namespaces they i
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,9 +29,10 @@ RATES = ("100mbit", "1gbit", "10gbit")
 class Options:
     """Time and bytes of a training step over slow links, by torch's methods and thinwire's."""
 
-    rates: Annotated[tuple[str, ...], arg(metavar="RATE[,TIME] ...")] = RATES
+    rates: Annotated[tuple[str, ...], arg(metavar="RATE[,TIME] ...", help_behavior_hint="")] = ()
     """Bandwidth of each rank's link, in each direction: a number of bits per second, with kbit, mbit or gbit. Behind a
-    comma, with --relay, its round-trip time, such as 100mbit,100ms."""
+    comma, with --relay, its round-trip time, such as 100mbit,100ms. Default: 100mbit 1gbit, and without --relay
+    10gbit."""
     worlds: Numbers = (2,)
     """Numbers of ranks, such as 2 4 8."""
     methods: Names = ("all",)
@@ -51,31 +52,25 @@ class Options:
 
     @property
     def speeds(self) -> dict[str, LinkSpeed]:
-        """Return rates and round-trip times of links, by the text that the user gave."""
-        return {text: parse_link(text) for text in self.rates}
+        """Return rates and round-trip times of links, by their texts."""
+        return {text: parse_link(text) for text in self.rates or RATES[: 2 if self.relay else 3]}
 
     @property
     def chosen(self) -> list[Method]:
-        """Return the methods to run."""
         every = (*BY_LINK, *(BY_ROUND_TRIP if any(speed.round_trip for speed in self.speeds.values()) else ()))
         texts = [text for given in self.methods for text in (every if given == "all" else (given,))]
         return [parse(text) for text in dict.fromkeys(texts)]
-
-    @classmethod
-    def defaults(cls, arguments: Sequence[str]) -> "Options":
-        """Return the defaults. With --relay they leave out the highest rate, for which a relay is too slow."""
-        return cls(rates=RATES[:2]) if {"--relay", "--relay=True"} & set(arguments) else cls()
 
 
 def check(options: Options) -> None:
     """Raise ValueError for options that cannot be run."""
     for name in ("rates", "worlds", "methods"):
         given = getattr(options, name)
-        if not given or len(set(given)) < len(given):
+        if len(set(given)) < len(given) or not (given or name == "rates"):
             raise ValueError(f"--{name} {' '.join(map(str, given))}, expected one or more, each once")
     for world in options.worlds:
         check_world("worlds", world)
-    at_least(options, batch=1, steps=1)
+    at_least(batch=(options.batch, 1), steps=(options.steps, 1))
     if not 1e4 <= options.parameters <= 1e9:
         raise ValueError(f"--parameters {options.parameters:g}, expected 1e4 to 1e9")
     for name, speed in options.speeds.items():
@@ -106,16 +101,10 @@ def run(options: Options) -> int:
 
     for method in options.chosen:
         training.check(method.text)  # raises ValueError for an unknown compressor
-    return run_benchmark(
-        options,
-        lambda progress: measure(options, progress),
-        _show,
-        name="link",
-        progress_steps=len(options.rates) * len(options.worlds) * len(options.chosen),
-        links="relay" if options.relay else "namespaces",
-        worker_threads=1,
-        **{name: value for name, value in asdict(options).items() if name != "out"},
-    )
+    under = {**asdict(options), "rates": list(options.speeds), "links": "relay" if options.relay else "namespaces"}
+    del under["out"]
+    measured, steps = partial(measure, options), len(options.speeds) * len(options.worlds) * len(options.chosen)
+    return run_benchmark(options, measured, _show, name="link", progress_steps=steps, worker_threads=1, **under)
 
 
 def _show(rows: list[Row], under: Line) -> None:

@@ -1,8 +1,7 @@
 """Takes steps by each method at each rate and world size, and yields one row for each.
 
 A machine is sometimes slower for a few seconds. The methods at one rate are therefore measured in rounds, with a few
-steps of each method in every round, so that compared times were taken close together. If steps are slow, there is one
-round only.
+steps of each; if steps are slow, in one round only.
 """
 
 import gc
@@ -69,7 +68,6 @@ class LinkRank:
         return fmean(taken[-self._every :])
 
     def steps(self, count: int) -> list[float]:
-        """Take `count` steps and return the milliseconds of each."""
         return [take_step(self._training, self._loss) for _ in range(count)]
 
     def _loss(self, module: nn.Module) -> Tensor:
@@ -91,7 +89,7 @@ def build_model(kind: str, parameters: float) -> tuple[nn.Module, tuple[int, ...
 
 
 class Block(nn.Module):
-    """The four linear layers of a GPT block. Attention itself is left out, because it has no parameters."""
+    """The four linear layers of a GPT block, with an elementwise gate in place of attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -100,7 +98,6 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layers, with an elementwise gate in place of attention."""
         query, key, value = self.attention(self.norm1(x)).chunk(3, dim=-1)
         x = x + self.project(value * torch.sigmoid(query * key))
         thought: Tensor = self.contract(nn.functional.gelu(self.expand(self.norm2(x))))
@@ -109,7 +106,7 @@ class Block(nn.Module):
 
 @dataclass
 class Taken:
-    """Samples of one method at one rate and world size, collected so far."""
+    """Samples of one method at one rate and world size, collected so far: of all ranks together."""
 
     method: Method
     rate: str
@@ -117,16 +114,11 @@ class Taken:
     left: int
     """Number of steps that are still to be timed."""
     samples: list[float] = field(default_factory=list)
-    """Milliseconds of the steps of all ranks."""
     sent: int = 0
-    """Bytes sent by all ranks."""
     steps: int = 0
 
     def row(self) -> Row:
-        """Return the row with the results of all samples: the time over steps and ranks, and the bytes of a rank.
-
-        The time is the median; with local steps, of which few exchange, it is the mean over whole rounds.
-        """
+        """Return the row. Its time is the median; with local steps, of which few exchange, that of whole rounds."""
         mean, is_local = fmean(self.samples), self.method.is_local
         return {
             "kind": "link",
@@ -142,7 +134,6 @@ class Taken:
 
 
 def measure(options: Options, progress: Progress) -> Iterator[Row]:
-    """Yield the rows of each world size, in each of them all rates, and at each rate all methods."""
     first, limit = next(iter(options.speeds.values())), timeout(options)
     for world in options.worlds:
         with (
@@ -159,11 +150,7 @@ def measure(options: Options, progress: Progress) -> Iterator[Row]:
 
 
 def timeout(options: Options) -> float:
-    """Return the time limit of an exchange in seconds.
-
-    A dense all-reduce sends at most twice the gradient of 32 bits per parameter. The limit is four times that over the
-    slowest link, plus `_TIMEOUT_SECONDS` and `_ROUND_TRIPS` times the longest round-trip time.
-    """
+    """Return the time limit of an exchange: four times a dense all-reduce over the slowest link, and more."""
     speeds = options.speeds.values()
     slowest, longest = min(speed.rate for speed in speeds), max(speed.round_trip for speed in speeds)
     return _TIMEOUT_SECONDS + 4 * 2 * 32 * options.parameters / slowest + _ROUND_TRIPS * longest

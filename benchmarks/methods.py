@@ -1,25 +1,14 @@
 """The training methods that benchmarks compare: their names, and which of them each benchmark compares by default.
 
-A method is written as a text, the same in all benchmarks: [adamw | sgd | muon] NAME[;key=value ...].
+A method is written as a text, the same in all benchmarks: [adamw | sgd | muon] NAME[;key=value ...]. docs/links.md says
+what the names are; here are also
 
-no communication     DDP with a hook that sends nothing: no method can be faster
-dense                DDP as it is
-fp16 hook, bf16      DDP with gradients in 16 bits
-powersgd rank N      DDP with torch's hook for PowerSGD
-attach SPEC          gradients compressed by thinwire with error feedback, then a step of torch's optimizer
 textbook topk        attach with top-k: the method that papers start from
 thinwire 8-bit       attach with 8 bits, which is safe there
-thinwire.AdamW SPEC, thinwire.SGD SPEC
-                     thinwire's optimizers, which compress their update
 thinwire             thinwire's optimizer with the compressor that it chooses by itself
-local steps H [SPEC] thinwire.LocalSteps: an exchange after every H steps, another algorithm than the ones above
 
-SPEC is a compressor, auto or default. The step is one of torch's AdamW, or with "sgd" in front of torch's SGD; with
-"muon", of torch's Muon for hidden matrices and AdamW for the rest. Options behind the name are those of the optimizer,
-for thinwire also `compressor` and `algorithm`: "dense;betas=0.8,0.999"; for local steps also those of LocalSteps:
-"local steps 8;delay=4".
-
-This module does not load torch. `training` builds what a method needs.
+Options behind the name are those of the optimizer, for thinwire also `compressor` and `algorithm`, and for local steps
+also those of LocalSteps. This module does not load torch. `training` builds what a method needs.
 """
 
 import ast
@@ -66,17 +55,14 @@ class Method:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether thinwire exchanges."""
         return self.name in COMPRESSING or self.is_local
 
     @property
     def is_hook(self) -> bool:
-        """Return whether a hook of torch's DDP exchanges."""
         return self.name in TORCH and self.name != "dense"
 
     @property
     def is_local(self) -> bool:
-        """Return whether ranks take local steps."""
         return self.name == LOCAL
 
     def whole_rounds(self, steps: int) -> int:
@@ -85,7 +71,6 @@ class Method:
 
     @property
     def in_optimizer(self) -> bool:
-        """Return whether thinwire's optimizer exchanges."""
         return self.name.startswith("thinwire.")
 
     def warmup(self, steps: int) -> int:
@@ -137,7 +122,6 @@ def parse(text: str) -> Method:
 
 
 def _value(text: str) -> object:
-    """Return the Python literal in a text (a number, a tuple, True, None), or else the text itself, such as a spec."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

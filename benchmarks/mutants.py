@@ -25,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 LIBRARY = ROOT / "src" / "thinwire"
+TIMEOUT_SECONDS = 300.0
+"""For the tests of one mistake."""
 TESTS_FAILED, ALL_PASSED = 1, 0
 """Exit statuses of pytest; others mean that it could not run the tests."""
 
@@ -78,43 +80,38 @@ def run_tests(source: Path, tests: Sequence[str], timeout: float) -> tuple[int |
     return process.returncode, output
 
 
-def try_mutant(mutant: Mutant, timeout: float) -> tuple[str, str]:
+def try_mutant(mutant: Mutant) -> tuple[str, str]:
     """Return ("killed" or "survived" or "invalid", why)."""
     with tempfile.TemporaryDirectory(prefix="thinwire-mutant-") as folder:
         # With the compiled kernels beside the sources, which stay valid as long as no kernel changes.
         copied = Path(folder) / "src"
         shutil.copytree(LIBRARY, copied / "thinwire")
         (copied / "thinwire" / mutant.file).write_text(mutant.mutated())
-        status, output = run_tests(copied, mutant.tests, timeout)
+        status, output = run_tests(copied, mutant.tests, TIMEOUT_SECONDS)
     if status is None:
-        return "killed", f"after {timeout:g} s the tests had not ended"
+        return "killed", f"after {TIMEOUT_SECONDS:g} s the tests had not ended"
     if status == TESTS_FAILED:
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         return "killed", failed[1] if failed else output[-300:]
     return ("survived", "") if status == ALL_PASSED else ("invalid", output[-2000:])
 
 
-def selected(mutants: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
-    """Return the mutants with these numbers, or whose file contains one of these texts; all of them by default."""
-    return [m for m in mutants if not only or any(m.number == int(o) if o.isdigit() else o in m.file for o in only)]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="N", help="numbers, or parts of a file's name")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mistake")
-    options = parser.parse_args()
-    mutants = selected(read_mutants(), options.only)
-    if not options.only:
+    only, mutants = parser.parse_args().only, read_mutants()
+    if only:
+        mutants = [m for m in mutants if any(o == str(m.number) if o.isdigit() else o in m.file for o in only)]
+    else:
         tests = sorted({test for mutant in mutants for test in mutant.tests})
-        status, output = run_tests(LIBRARY.parent, tests, 20 * options.timeout)
+        status, output = run_tests(LIBRARY.parent, tests, 20 * TIMEOUT_SECONDS)
         if status != ALL_PASSED:
             print(f"without a mistake the tests do not pass:\n{output[-3000:]}")
             return 1
     killed = 0
     for mutant in mutants:
         started = time.monotonic()
-        result, why = try_mutant(mutant, options.timeout)
+        result, why = try_mutant(mutant)
         killed += result == "killed"
         seconds = f"{time.monotonic() - started:.0f} s"
         print(f"{mutant.number:3} {result:8} {seconds:>5}  {mutant.file}: {mutant.mistake}  {why}", flush=True)

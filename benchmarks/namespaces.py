@@ -4,13 +4,9 @@
         lab.links.enter(0)                   # in the process of rank 0, before it opens a socket
         lab.links.address(0)                 # the address of rank 0 for the other ranks
 
-Everything is inside namespaces that are created here. The switch has its own namespace, so no interface, address or
-route of the machine changes, and removing the namespaces removes everything. Their names contain the id of the process
-that created them. They are always removed at the end of the block. A second process, which ^C does not reach, waits for
-the end of this process and then cleans up, so that even SIGKILL leaves nothing behind.
-
-A token bucket (`tc ... tbf`) shapes both ends of a link, so a rank sends and receives at most at the rate. Links with
-a round-trip time are those of the relay (`thinwire.tools.links.relay`).
+Everything is inside namespaces that are created here, the switch too, so nothing of the machine changes. Their names
+contain the id of the process that created them. A second process, which ^C does not reach, waits for its end and then
+removes them, so that even SIGKILL leaves nothing behind. A token bucket (`tc ... tbf`) shapes both ends of a link.
 """
 
 import ctypes
@@ -60,7 +56,6 @@ class Links:
         return [f"{self.prefix}switch", *(f"{self.prefix}{rank}" for rank in range(self.ranks))]
 
     def address(self, rank: int) -> str:
-        """Return the IP address of a rank."""
         return f"{_NETWORK}.{rank + 1}"
 
     def enter(self, rank: int) -> None:
@@ -71,16 +66,12 @@ class Links:
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
-        """Return the address of the rank and the same port, because `source` connects to it directly."""
+        """Return where `source` finds the port of a rank: there, because it connects directly."""
         return self.address(rank), port
 
 
 class Lab:
-    """Network namespaces with shaped links. Use it as a context manager.
-
-    ranks   number of ranks.
-    rate    rate of each link in bits per second. None means no limit.
-    """
+    """Network namespaces with links of so many bits per second. None means no limit."""
 
     def __init__(self, ranks: int, rate: float | None) -> None:
         reason = why_not()
@@ -91,11 +82,9 @@ class Lab:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def cut(self, rank: int) -> None:
-        """Take the link of a rank down."""
         _run("ip", "-n", self.links.namespaces[0], "link", "set", f"port{rank}", "down")
 
     def shape(self, rate: float | None) -> None:
-        """Set the rate of all links."""
         switch, *others = self.links.namespaces
         for rank, name in enumerate(others):
             for where, device in ((name, "eth0"), (switch, f"port{rank}")):
@@ -109,11 +98,18 @@ class Lab:
 
     def sent_bytes(self) -> list[int]:
         """Return the bytes sent so far by the interface of each rank, headers included."""
-        return [_sent_bytes(name) for name in self.links.namespaces[1:]]
+        show = ("link", "show", "dev", "eth0")
+        found = [
+            json.loads(_run("ip", "-json", "-statistics", "-n", name, *show)) for name in self.links.namespaces[1:]
+        ]
+        return [int((one.get("stats64") or one["stats"])["tx"]["bytes"]) for (one,) in found]
 
     def __enter__(self) -> Self:
         sweep()
-        self._guard = _guard(self.links.namespaces)
+        # It removes the namespaces when its input ends, at the latest with the end of this process.
+        script = 'read -r _; for name in "$@"; do ip netns del "$name" 2>/dev/null; done; exit 0'
+        command = ["sh", "-c", script, "thinwire-guard", *self.links.namespaces]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # ^C does not reach it
         try:
             self._build()
         except BaseException:
@@ -141,7 +137,7 @@ class Lab:
         self.shape(rate)
 
     def _remove(self) -> None:
-        """Close the input of the guard process, which then removes the namespaces, and wait for it."""
+        """Close the input of the guard and wait for it."""
         assert self._guard is not None
         self._guard.communicate(timeout=_LIMIT_SECONDS)
 
@@ -152,21 +148,6 @@ def sweep() -> None:
         process = path.name.split("-")[1]
         if process.isdecimal() and not Path(f"/proc/{process}").exists():
             subprocess.run(["ip", "netns", "del", path.name], capture_output=True, timeout=_LIMIT_SECONDS, check=False)
-
-
-def _guard(namespaces: list[str]) -> "subprocess.Popen[bytes]":
-    """Start a process that removes the namespaces when its input ends, at the latest with the end of this process."""
-    script = 'read -r _; for name in "$@"; do ip netns del "$name" 2>/dev/null; done; exit 0'
-    return subprocess.Popen(
-        ["sh", "-c", script, "thinwire-guard", *namespaces],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # so that ^C on the terminal does not reach it
-    )
-
-
-def _sent_bytes(name: str) -> int:
-    (shown,) = json.loads(_run("ip", "-json", "-statistics", "-n", name, "link", "show", "dev", "eth0"))
-    return int((shown.get("stats64") or shown["stats"])["tx"]["bytes"])
 
 
 def _run(*command: str) -> str:

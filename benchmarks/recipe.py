@@ -11,16 +11,16 @@ If ranks end with different weights, the exit code is 1. Losses never change the
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from thinwire.tools.units import parse_link
 
-from .harness import File, Line, Model, Names, Numbers, Progress, Row, arg, at_least, check_world, print_table
+from . import results_recipe
+from .harness import File, Line, Model, Names, Numbers, Progress, Row, arg, at_least, check_world
 from .harness import run as run_benchmark
 from .methods import BY_LOSS, FAMILIES, NO_COMMUNICATION, Method, parse
 from .namespaces import network, why_not
@@ -49,7 +49,7 @@ class Options:
     """all, or some of: adamw dense, adamw fp16 hook, adamw powersgd rank 1, adamw powersgd rank 4, adamw textbook topk,
     adamw thinwire 8-bit, adamw thinwire, sgd dense, sgd textbook topk, sgd thinwire."""
     model: Model = "gpt:layers=2,width=128,heads=4,context=64"
-    """gpt, on bytes of Python's standard library; cnn:width=32, on noisy digits; or on other --data."""
+    """gpt, on bytes of Python's standard library; cnn:width=32, on digits; or on other --data."""
     data: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Other data that fits the model: mnist, fashion-mnist or cifar10."""
     data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
@@ -81,25 +81,21 @@ class Options:
 
     @property
     def chosen(self) -> list[Method]:
-        """Return the methods to train by."""
         texts = [text for text in BY_LOSS if not (self.simulate and parse(text).is_hook)]
         return [parse(text) for text in (texts if self.methods == ("all",) else self.methods)]
 
     @property
     def config(self) -> "ModelConfig":
-        """Return the configuration of the model."""
         from thinwire.tools.train.models import model_config
 
         return model_config(self.model)
 
     @property
     def data_name(self) -> str:
-        """Return the name of the data."""
         return self.data or ("text" if hasattr(self.config, "context") else "digits")
 
     @property
     def warmup(self) -> int:
-        """Return the number of warm-up steps."""
         return max(1, min(2, self.steps // 2)) if self.warmup_steps is None else self.warmup_steps
 
     @property
@@ -110,21 +106,14 @@ class Options:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.config.build(0).parameters())
 
     def load_data(self) -> "Data":
-        """Load the data onto the device. Digits get noise, because trainings would otherwise end too much alike."""
         from thinwire.tools.train.images import load_data
 
-        from .noisy_digits import NoisyDigits
-
-        if self.data_name == "digits":
-            return NoisyDigits("digits", device=self.device)
         return load_data(self.data_name, self.data_dir, getattr(self.config, "context", None), device=self.device)
 
     def record(self) -> dict[str, Any]:
-        """Return the conditions for a record."""
         import torch
 
         kept = ("workers", "batch", "steps", "simulate", "bf16", "link")
@@ -161,7 +150,7 @@ def check(options: Options) -> None:
                 f"--methods {method.text!r} with --simulate, expected no hook of torch's: it needs processes"
             )
     check_world("workers", options.workers)
-    at_least(options, batch=1, steps=1)
+    at_least(batch=(options.batch, 1), steps=(options.steps, 1))
     if not options.seeds:
         raise ValueError("--seeds without a seed, expected one or more whole numbers")
     if not 0 <= options.warmup < options.steps:
@@ -206,44 +195,8 @@ def run(options: Options) -> int:
 
 
 def show(rows: list[Row], under: Line) -> None:
-    """Print the table, with one line for each method and the mean over its seeds, and what its columns mean."""
-    by_method: dict[str, list[Row]] = {}
-    for row in rows:
-        by_method.setdefault(row["method"], []).append(row)
-    dense = {
-        group[0]["family"]: _mean(group, "loss") for text, group in by_method.items() if text.split()[-1] == "dense"
-    }
-    print_table(
-        f"{under['model']}, {under['parameters']:,} parameters, {under['workers']} ranks "
-        f"({'threads of one process' if under['simulate'] else 'processes'}), {under['steps']} steps, the first "
-        f"{under['warmup_steps']} warm-up, seeds {sorted({row['seed'] for row in rows})}",
-        [_cells(text, group, dense.get(group[0]["family"])) for text, group in by_method.items()],
-        text=("method",),
-    )
-    print(
-        "Means over seeds. reduction: bytes of a dense ring all-reduce of float32, 2 (P - 1) / P times 4 for each "
-        "parameter, over the bytes sent; first of all steps, warm-up included.\n"
-        "vs dense: loss against that of torch's optimizer, uncompressed, with the same learning rate, which need "
-        "not be the best for either.\n"
-        "Bytes of torch's own all-reduce and hooks are by the ring's formula, those of thinwire are counted."
-    )
-
-
-def _cells(text: str, rows: list[Row], dense: float | None) -> dict[str, str]:
-    loss = _mean(rows, "loss")
-    return {
-        "method": text,
-        "val loss": f"{loss:.4f}" if math.isfinite(loss) else "diverged",
-        "vs dense": f"{loss / dense - 1:+.1%}" if dense and math.isfinite(loss) else "",
-        "accuracy": f"{_mean(rows, 'accuracy'):.1%}",
-        "MB sent per rank": f"{_mean(rows, 'bytes_total') / 1e6:,.3f}",
-        "reduction": f"{_mean(rows, 'reduction'):.1f}",
-        "MB/step after warm-up": f"{_mean(rows, 'bytes_per_step') / 1e6:,.4f}",
-        "reduction after warm-up": f"{_mean(rows, 'reduction_per_step'):.1f}",
-        "s": f"{sum(row['seconds'] for row in rows):.0f}",
-    }
-
-
-def _mean(rows: Sequence[Row], key: str) -> float:
-    """Return the mean of a field, NaN if one is None: a loss that diverged, or a reduction of nothing sent."""
-    return fmean(math.nan if row[key] is None else row[key] for row in rows)
+    """Print the tables of `python -m benchmarks results`, and what their bytes are."""
+    lines = [{**row, "conditions": under} for row in rows]
+    for one in results_recipe.group({Path(): lines}):
+        print("\n\n".join(["", results_recipe.title(one), results_recipe.table(one)]))
+    print("\nBytes of torch's own all-reduce and hooks are by the ring's formula, those of thinwire are counted.")

@@ -6,9 +6,6 @@ A line of JOBS has the options of one command. A line that begins with "all:" ha
 share. The first jobs start first, so the longest belong there. CUDA's multi-process service, where it can be started,
 lets the kernels of several processes run at the same time. What is not done after --seconds is stopped; its rows so far
 count.
-
-It needs the packages of the command, tyro and rich. For a machine where nothing can be installed, `pip install --target
-FOLDER tyro rich` elsewhere, and add the folder to PYTHONPATH.
 """
 
 import argparse

@@ -7,7 +7,7 @@ README and none is written by hand. The two benchmarks have different comment li
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,9 +53,11 @@ def run(options: Options) -> int:
     kind = "recipe" if "recipe" in kinds else "link"
     source: Any = results_recipe if kind == "recipe" else results_link
     for file, lines in rows.items():
-        _check(file, lines, kind=kind, conditions=source.CONDITIONS, row=source.ROW)
+        _check(file, lines, kind, {"conditions": source.CONDITIONS, "a row": source.ROW})
     found, here = source.group(rows), options.readme or Path()
-    paragraphs = source.section(found, lambda path: _link(here, path))
+    if kind == "recipe":
+        results_recipe.check(found)
+    paragraphs = source.section(found, lambda path: Path(os.path.relpath(path, here.parent)).as_posix())
     text = "\n\n".join([*paragraphs, f"Tables are written by `{command_line('results', options)}`."])
     if options.plot is not None:
         if not all(line["conditions"].get("link") for lines in rows.values() for line in lines) or kind == "link":
@@ -74,7 +76,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def _check(file: Path, lines: list[Line], *, kind: str, conditions: Sequence[str], row: Sequence[str]) -> None:
+def _check(file: Path, lines: list[Line], kind: str, names: Mapping[str, Sequence[str]]) -> None:
     """Raise ValueError unless a file has rows, each of the benchmark and with all that is needed."""
     expected = f"expected what python -m benchmarks {kind} --out wrote"
     if not lines:
@@ -82,23 +84,17 @@ def _check(file: Path, lines: list[Line], *, kind: str, conditions: Sequence[str
     for line in lines:
         if line["kind"] != kind:
             raise ValueError(f"{file}: a line of kind {line['kind']!r}, {expected}")
-        for what, given, names in (("conditions", line["conditions"], conditions), ("a row", line, row)):
-            if missing := [name for name in names if name not in given]:
+        for what, given in (("conditions", line["conditions"]), ("a row", line)):
+            if missing := [name for name in names[what] if name not in given]:
                 raise ValueError(f"{file}: {what} without {missing[0]}, {expected}")
 
 
 def replaced(readme: Path, text: str, begin: str, end: str) -> str:
-    """Return the content of the file with `text` between the lines `begin` and `end`."""
     before, found, rest = readme.read_text(encoding="utf-8").partition(begin + "\n")
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"{readme} has no line {begin} with a line {end} after it; put them where the tables go")
     return f"{before}{begin}\n{text}\n{end}{after}"
-
-
-def _link(readme: Path, path: Path) -> str:
-    """Return a path relative to the README, for use in a link."""
-    return Path(os.path.relpath(path, readme.parent)).as_posix()
 
 
 def _pyplot() -> Any:

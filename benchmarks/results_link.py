@@ -36,7 +36,6 @@ class World(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """Return all methods, in the order of the rows."""
         return list(dict.fromkeys(method for method, _ in self.points))
 
     @property

@@ -40,12 +40,10 @@ class Method(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the method is uncompressed."""
         return self.name.split()[-1] == "dense"
 
     @property
     def is_ours(self) -> bool:
-        """Return whether the method is one of thinwire's."""
         return "thinwire" in self.name or LOCAL in self.name
 
 
@@ -58,8 +56,8 @@ class Row(NamedTuple):
     seed: int
     value: float
     """Loss or accuracy. NaN if the training diverged."""
-    bytes_total: float
-    """Bytes that a rank sends in all steps."""
+    share: float
+    """Bytes that a rank sends in all steps, over those of dense."""
     dense_total: float
     curve: tuple[tuple[float, float], ...]
     """Seconds and loss of each evaluation; empty if ranks had no links of a rate."""
@@ -73,13 +71,8 @@ class Result(NamedTuple):
     lr: float
     value: float
     seeds: int
-    bytes_total: float
+    share: float
     dense_total: float
-
-    @property
-    def reduction(self) -> float:
-        """Return the bytes of dense divided by the bytes sent."""
-        return self.dense_total / self.bytes_total if self.bytes_total else math.inf
 
 
 @dataclass
@@ -103,7 +96,6 @@ class Comparison:
         return "loss" if self.conditions["model"] == "gpt" else "accuracy"
 
     def show(self, value: float) -> str:
-        """Format a loss or an accuracy."""
         return f"{value:.3f}" if self.metric == "loss" else f"{100 * value:.1f} %"
 
     def difference(self, value: float, dense: Result | None) -> str:
@@ -116,25 +108,21 @@ class Comparison:
 
     @property
     def model(self) -> str:
-        """Return the name and configuration of the model, as text."""
         config = ", ".join(f"{key}={value}" for key, value in self.conditions["config"].items())
         text = f"{self.conditions['model']} ({config})" if config else str(self.conditions["model"])
         return f"{text} in bfloat16" if self.conditions.get("bf16") else text
 
     @property
     def size(self) -> str:
-        """Return the number of parameters, as text."""
         return f"{self.conditions['parameters'] / 1e6:.3g} M parameters"
 
     @property
     def methods(self) -> list[Method]:
         """Return all methods: dense first, thinwire's last."""
-        methods = dict.fromkeys(result.method for result in self.results)
-        return sorted(methods, key=lambda method: (not method.is_dense, method.is_ours))
+        return sorted({result.method: 0 for result in self.results}, key=lambda one: (not one.is_dense, one.is_ours))
 
     @property
     def worlds(self) -> list[int]:
-        """Return world sizes that have rows."""
         return sorted({row.ranks for row in self.rows})
 
     def title(self, method: Method) -> str:
@@ -144,30 +132,18 @@ class Comparison:
         warmup = "" if is_given else f"warm-up {method.warmup_steps}"
         return "; ".join(part for part in (method.name, method.options, warmup) if part)
 
-    def best(self, method: Method | None = None, **wanted: object) -> Result | None:
-        """Return the best result that ended in a number, of a method or else of dense, with these values of fields."""
+    def best(self, **wanted: object) -> Result | None:
+        """Return the best dense result that ended in a number, with these values of fields."""
         found = [
             result
             for result in self.results
-            if (result.method.is_dense if method is None else result.method == method)
-            and math.isfinite(result.value)
-            and all(getattr(result, name) == value for name, value in wanted.items())
+            if result.method.is_dense and math.isfinite(result.value) and wanted.items() <= result._asdict().items()
         ]
         return (min if self.metric == "loss" else max)(found, key=lambda result: result.value, default=None)
 
-    @property
-    def best_dense(self) -> Result:
-        """Return the best dense result of all learning rates and world sizes."""
-        found = self.best()
-        assert found, "there is one in each comparison"
-        return found
-
 
 def group(rows: Mapping[Path, Iterable[Line]]) -> list[Comparison]:
-    """Return the comparisons, in the order of the files.
-
-    Raises ValueError with the file if there is no dense training to compare with.
-    """
+    """Return the comparisons, in the order of the files."""
     comparisons: dict[tuple[object, ...], Comparison] = {}
     for file, lines in rows.items():
         for line in lines:
@@ -202,7 +178,7 @@ def _row(file: Path, line: dict[str, Any], metric: str) -> Row:
         lr=float(f"{lr:.6g}"),  # 5 x 0.02 is not the float of 0.1
         seed=line["seed"],
         value=value,
-        bytes_total=float(line["bytes_total"]),
+        share=line["bytes_total"] / line["dense_total"],
         dense_total=float(line["dense_total"]),
         curve=tuple(zip(line["times"], losses, strict=True)) if losses else (),
     )
@@ -223,16 +199,21 @@ def _summarize(one: Comparison) -> None:
         for row in rows:
             by_seed.setdefault(row.seed, []).append(row.value)
         value = fmean([fmean(values) for values in by_seed.values()])
-        dense = dense_totals[ranks]
-        sent = fmean([row.bytes_total / row.dense_total for row in rows]) * dense
-        one.results.append(Result(method, ranks, lr, value, len(by_seed), bytes_total=sent, dense_total=dense))
-    if one.best() is None:
-        others = ", ".join(one.title(method) for method in one.methods)
-        raise ValueError(
-            f"{next(iter(one.files))}: no training by '{one.family} dense' that ended in a number, for {one.model}, "
-            f"{one.conditions['steps']} steps of {one.samples} samples, to compare with: {others}; add its file, or "
-            f"run python -m benchmarks recipe --methods '{one.family} dense' with the same model, steps and samples"
-        )
+        share = fmean(row.share for row in rows)
+        one.results.append(Result(method, ranks, lr, value, len(by_seed), share, dense_totals[ranks]))
+
+
+def check(comparisons: Iterable[Comparison]) -> None:
+    """Raise ValueError with the file if there is no dense training to compare with."""
+    for one in comparisons:
+        if one.best() is None:
+            others = ", ".join(one.title(method) for method in one.methods)
+            raise ValueError(
+                f"{next(iter(one.files))}: no training by '{one.family} dense' that ended in a number, for {one.model},"
+                f" {one.conditions['steps']} steps of {one.samples} samples, to compare with: {others}; add its file, "
+                f"or run python -m benchmarks recipe --methods '{one.family} dense' with the same model, steps and "
+                "samples"
+            )
 
 
 def section(comparisons: Sequence[Comparison], link: Callable[[Path], str]) -> list[str]:
@@ -240,12 +221,11 @@ def section(comparisons: Sequence[Comparison], link: Callable[[Path], str]) -> l
     parts: list[str] = []
     for one in comparisons:
         rows = ", ".join(f"[{link(file)}]({link(file)})" for file in one.files)
-        parts += [_title(one), table(one), f"{'; '.join(one.origins)}. Rows: {rows}."]
+        parts += [title(one), table(one), f"{'; '.join(one.origins)}. Rows: {rows}."]
     return parts
 
 
 def table(one: Comparison) -> str:
-    """Return a table with a line for each method and world size, a column for each learning rate, and the reduction."""
     rates = sorted({row.lr for row in one.rows})
     heads = ["", "ranks", *(f"lr {lr:g}" for lr in rates), "seeds", "reduction"]
     lines = [heads, ["---"] * len(heads)]
@@ -259,7 +239,9 @@ def table(one: Comparison) -> str:
             counts = sorted({result.seeds for result in found.values()})
             seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
             # The bytes of few methods depend on the learning rate.
-            reduction = f"{short(sum(result.reduction for result in found.values()) / len(found), 2)}x"
+            reduction = (
+                f"{short(fmean(1 / result.share if result.share else math.inf for result in found.values()), 2)}x"
+            )
             lines.append([title, str(ranks), *cells, seeds, reduction])
         alike = [line for line in lines if line[0] == title]
         if len(alike) > 1 and all(line[2:] == alike[0][2:] for line in alike):
@@ -271,31 +253,34 @@ def _cell(one: Comparison, result: Result) -> str:
     if not math.isfinite(result.value):
         return "diverged"
     text = one.show(result.value)
-    if result.method.is_dense:
+    if result.method.is_dense or one.best() is None:
         return text
     same, best = one.best(ranks=result.ranks, lr=result.lr), one.best(ranks=result.ranks)
     return f"{text} ({one.difference(result.value, same)} / {one.difference(result.value, best)})"
 
 
-def _title(one: Comparison) -> str:
-    given, best = one.conditions, one.best_dense
-    unit = "" if one.metric == "loss" else ", in percentage points,"
+def title(one: Comparison) -> str:
+    """Return the caption of a table."""
+    given, best, compared = one.conditions, one.best(), ""
+    if best is not None:
+        unit = "" if one.metric == "loss" else ", in percentage points,"
+        dense = "; ".join(part for part in (best.method.options, f"lr {best.lr:g}") if part)
+        compared = (
+            f" In brackets the difference{unit} to the best dense with the same learning rate / to the best dense of "
+            f"all ({one.show(best.value)}: {dense}); `-`: there is none."
+        )
     data = f" on {given['data']}" if "data" in given else ""
-    dense = "; ".join(part for part in (best.method.options, f"lr {best.lr:g}") if part)
     totals = {result.ranks: result.dense_total for result in one.results}
     sent = ", ".join(f"{totals[ranks] / 1e6:,.0f} MB with {ranks} ranks" for ranks in one.worlds)
     return (
-        f"{one.model}{data}, {one.size}, {one.family}, "
-        f"{given['steps']:,} steps of {one.samples} samples: validation {one.metric}, the mean over seeds. In "
-        f"brackets the difference{unit} to the best dense with the same learning rate / to the best dense of all "
-        f"({one.show(best.value)}: {dense}); `-`: there is none. "
-        f"Reduction: bytes that a rank sends in all steps, warm-up included, against a dense ring "
-        f"all-reduce ({sent})."
+        f"{one.model}{data}, {one.size}, {one.family}, {given['steps']:,} steps of {one.samples} samples: validation "
+        f"{one.metric}, the mean over seeds.{compared} Reduction: bytes that a rank sends in all steps, warm-up "
+        f"included, against a dense ring all-reduce ({sent})."
     )
 
 
 def draw(comparisons: Sequence[Comparison], plt: Any) -> Any:
-    """Draw loss over time of trainings behind links, and return the figure of matplotlib."""
+    """Return a figure of matplotlib: loss over time of trainings behind links."""
     size = (8, 4.8 * len(comparisons))
     figure, panels = plt.subplots(len(comparisons), 1, squeeze=False, figsize=size, layout="constrained")
     for one, axes in zip(comparisons, panels[:, 0], strict=True):
@@ -307,7 +292,7 @@ def draw(comparisons: Sequence[Comparison], plt: Any) -> Any:
 
 
 def _draw_curves(one: Comparison, axes: Any) -> None:
-    """Draw loss over time, the mean over seeds, with a line for each method and its name at its end."""
+    """Draw the mean over seeds, with a line for each method and its name at its end."""
     ends: list[tuple[float, float, str]] = []
     for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
         evaluations = zip(*(row.curve for row in one.rows if row.method == method), strict=True)

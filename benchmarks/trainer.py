@@ -93,19 +93,10 @@ def _measure(method: Method, seed: int, options: Options, ranks: Ranks) -> Row:
 
 
 class Trainer:
-    """Runs on each rank and does one training at a time.
-
-    group   group of a rank that is a thread. None stands for the default group of torch.distributed.
-    ranks   the trainers of all ranks, if ranks are threads.
-    """
+    """Runs on each rank and does one training at a time. Ranks that are threads have a group, and all trainers."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        options: Options,
-        group: LocalGroup | None = None,
-        ranks: "Sequence[Trainer]" = (),
+        self, rank: int, size: int, options: Options, group: LocalGroup | None = None, ranks: "Sequence[Trainer]" = ()
     ) -> None:
         self._rank, self._size, self._options, self._group, self._ranks = rank, size, options, group, ranks
         self._device = torch.device(options.device)
@@ -117,7 +108,6 @@ class Trainer:
         """Gradients of all ranks that are threads. Only rank 0 has them."""
 
     def start(self, method: Method, seed: int) -> None:
-        """Build the model and what the method needs."""
         self.gradients = None
         for name in ("_model", "_training"):  # frees their memory before the next ones are built
             vars(self).pop(name, None)
@@ -135,7 +125,7 @@ class Trainer:
         self._base_lr = [group["lr"] for group in self._training.optimizer.param_groups]
 
     def advance(self, until: int) -> float:
-        """Train up to step `until` and return the bytes that this rank has sent so far."""
+        """Train up to this step and return the bytes that this rank has sent so far."""
         while self._step < until:
             self._train_step()
         return self._training.bytes_sent(self._step)
@@ -157,11 +147,7 @@ class Trainer:
         return loss / count, right / count
 
     def checksum(self) -> int:
-        """Return a checksum of all weights."""
-        total = 0
-        for parameter in self._model.parameters():
-            total = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), total)
-        return total
+        return zlib.crc32(b"".join(p.detach().cpu().numpy().tobytes() for p in self._model.parameters()))
 
     def _take_gradients(self, group: LocalGroup, *, is_local: bool) -> Bucket:
         """Make the gradient of every parameter a view of this rank's row of the gradients of all ranks.

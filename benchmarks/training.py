@@ -45,19 +45,15 @@ OPTIONS = ("outer_lr", "outer_momentum", "nesterov", "decay", "fragments", "dela
 
 
 class Several:
-    """Several optimizers that step together, each with parameters of its own."""
-
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Take a step of each."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Reset the gradients of all parameters."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -70,15 +66,13 @@ class Training:
     """The module to call: the model, or DDP around it."""
     optimizer: Any
     sync: thinwire.Synchronizer | None = None
-    """The synchronizer of a method of thinwire, otherwise None."""
     torch_bytes: Callable[[int], float] = lambda steps: 0.0
-    """Returns the bytes that a rank sends in so many steps by another method than thinwire's."""
+    """Returns the bytes that a rank sends in so many steps, if there is no synchronizer, which counts them."""
     after_backward: Callable[[], None] = lambda: None
     before_evaluation: Callable[[], None] = lambda: None
     """Makes the weights of all ranks the same, if they are not. All ranks call it."""
 
     def bytes_sent(self, steps: int) -> float:
-        """Return the bytes that this rank has sent. `steps` is the number of steps done so far."""
         return self.torch_bytes(steps) if self.sync is None else float(self.sync.stats.bytes_sent)
 
 
@@ -107,12 +101,10 @@ class Setup:
     """Gradient of this rank if ranks are threads."""
 
     def ring(self, nbytes: float) -> float:
-        """Return the bytes that each rank sends in a ring all-reduce of `nbytes` bytes."""
         return cost.ring(int(nbytes), dist.get_world_size() if self.group is None else self.group.size)
 
     @property
     def numel(self) -> int:
-        """Return the number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -149,7 +141,6 @@ _HOOKS = {NO_COMMUNICATION: _send_nothing, "fp16 hook": fp16_compress_hook, "bf1
 
 
 def build(method: Method, setup: Setup) -> Training:
-    """Build the objects for the training loop of one rank."""
     if method.in_optimizer:
         return _with_our_optimizer(method, setup)
     name, optimizer = method.name, _make(method, setup, setup.model.parameters())
@@ -220,7 +211,6 @@ def _with_our_optimizer(method: Method, setup: Setup) -> Training:
 
 
 def _local(method: Method, setup: Setup, inner: Any) -> Training:
-    """Build local steps around torch's optimizer, without DDP."""
     optimizer = thinwire.LocalSteps(
         inner.optimizers if isinstance(inner, Several) else inner,
         method.every,
@@ -251,7 +241,6 @@ def _attached(method: Method, setup: Setup, optimizer: Any) -> Training:
 
 
 def _powersgd(method: Method, setup: Setup, optimizer: Any) -> Training:
-    """Build torch's hook for PowerSGD."""
     rank, dense_steps = int(method.name.split()[-1]), method.warmup(setup.warmup_steps)
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=dense_steps, random_seed=0)
     module, whole = DDP(setup.model, **{**setup.ddp, "bucket_cap_mb": _ONE_BUCKET_MB}), setup.numel

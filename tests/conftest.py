@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other tests use the other cores; tests of several threads say so
 
 
-pytest_plugins = ["support.networks"]
+pytest_plugins = ["support.namespaces"]
 
 LONGEST = (
     "project", "train", "contract", "benchmarks", "links", "optim", "integrations", "plan", "browser", "collectives",

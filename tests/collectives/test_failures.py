@@ -13,15 +13,12 @@ import torch.distributed as dist
 
 import thinwire
 from support.calls import Failure, catch, reduce, start
+from support.processes import run_module, start_module
 from support.slow import slow
 from thinwire.collectives.transport.board import Board
 from thinwire.testing import LOST, RankPool, store_barrier
 
 NUMEL = 200_000
-
-
-def attempt(**options: Any) -> Failure | None:
-    return catch(lambda: reduce(NUMEL, **options))
 
 
 def die_in_segment(segment: int) -> None:
@@ -46,7 +43,7 @@ def lose(rank: int, world_size: int, victim: int, when: str, algorithm: str, fol
         if when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         die_in_segment(3)
-    failure = attempt(**options)
+    failure = catch(lambda: reduce(NUMEL, **options))
     survivors = [other for other in range(world_size) if other != victim]
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / "survivors"), len(survivors))
@@ -77,44 +74,60 @@ def test_a_killed_rank_is_named_by_the_others(
         assert answer is not None, f"rank {rank} did not notice"
         assert (answer.error, answer.ranks) == ("PeerError", (victim,)), answer
         assert answer.seconds < 15, answer
-        for word in (f"rank {victim}", f"rank {rank}"):
-            assert word in answer.message, answer
+        assert f"rank {victim}" in answer.message, answer
+        assert f"rank {rank}" in answer.message, answer
 
 
-def come_late(rank: int, world_size: int, late: int, new: bool, algorithm: str) -> Failure | None:
-    """Rank `late` calls only when the others have given up; then all call together. Handles raise, not the calls."""
-    if not new:
+def fall_behind(rank: int, world_size: int, late: int, where: str, algorithm: str) -> Failure | None:
+    """Rank `late` calls, or goes on inside of its call, when the others have given up. Handles raise, not the calls."""
+    if where != "at the first use":
         reduce(NUMEL, algorithm=algorithm)
     store_barrier("start", world_size)
-    if rank == late:
+    encode = thinwire.Quantize.encode
+
+    def encode_late(*args: Any, **options: Any) -> Any:
         store_barrier("others gave up", world_size)
-        failure = attempt(algorithm=algorithm, timeout=2.5)
-    else:
+        return encode(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == late and where == "inside":
+            patch.setattr(thinwire.Quantize, "encode", encode_late)
+        elif rank == late:
+            store_barrier("others gave up", world_size)
         work, _ = start(NUMEL, algorithm=algorithm, timeout=2.5)
         failure = catch(work.wait)
+    if rank != late:
         assert catch(work.wait) is not None, "again, and not only once"
         assert work.is_completed()
         with pytest.raises(RuntimeError, match=f"rank {late}"):
             work.get_future().wait()
         store_barrier("others gave up", world_size)
-    store_barrier("all are done", world_size)
+    store_barrier("all are done", world_size, seconds=15)
     reduce(NUMEL, algorithm=algorithm)
     return failure
 
 
 @pytest.mark.parametrize(
-    ("world_size", "late", "new", "algorithm"),
-    [(2, 1, False, "gather"), slow(3, 0, True, "sharded"), slow(3, 2, False, "sharded"), slow(2, 0, True, "dense")],
+    ("world_size", "late", "where", "algorithm"),
+    [
+        (2, 1, "before", "gather"),
+        slow(3, 0, "at the first use", "sharded"),
+        slow(3, 2, "before", "sharded"),
+        slow(2, 0, "at the first use", "dense"),
+        slow(3, 1, "inside", "gather"),
+        (3, 1, "inside", "sharded"),
+    ],
 )
 def test_a_late_rank_is_named_by_the_others(
-    ranks: RankPool, world_size: int, late: int, new: bool, algorithm: str
+    ranks: RankPool, world_size: int, late: int, where: str, algorithm: str
 ) -> None:
-    for rank, failure in enumerate(ranks.run(come_late, world_size, late, new, algorithm)):
-        assert failure is not None, f"rank {rank} did not notice"
-        assert failure.seconds < 8, failure
+    for rank, failure in enumerate(ranks.run(fall_behind, world_size, late, where, algorithm)):
         if rank != late:
+            assert failure is not None, f"rank {rank} did not notice"
             assert (failure.error, failure.ranks) == ("PeerError", (late,)), failure
             assert f"rank {late}" in failure.message, failure
+        assert where == "inside" or failure is not None, f"rank {rank} did not notice"
+        assert failure is None or failure.seconds < 8, failure
 
 
 def lose_the_store(rank: int, world_size: int, folder: Path) -> Failure | None:
@@ -128,7 +141,7 @@ def lose_the_store(rank: int, world_size: int, folder: Path) -> Failure | None:
     while rank == 1 and not seen.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    failure = attempt(timeout=20.0)
+    failure = catch(lambda: reduce(NUMEL, timeout=20.0))
     seen.touch()
     return failure
 
@@ -205,3 +218,38 @@ def test_a_rank_that_died_is_named_alone(
             assert failure is not None, f"rank {rank} did not notice"
             assert failure.ranks == (victim,), failure
             assert words in failure.message, failure
+
+
+def fail_inside(rank: int, world_size: int, algorithm: str) -> str:
+    """Rank 1 fails in the middle, as when memory runs out."""
+    reduce(algorithm=algorithm)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        raise MemoryError("no memory left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(thinwire.Quantize, "encode", fails)
+        work, _ = start(algorithm=algorithm, timeout=20.0)
+        with pytest.raises((thinwire.CollectiveError, MemoryError)) as caught:
+            work.wait()
+    store_barrier("all have failed", world_size, seconds=15)  # else someone waited for the time-out
+    reduce()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "sharded"])
+def test_a_rank_that_fails_inside_ends_the_others(ranks: RankPool, algorithm: str) -> None:
+    for rank, message in enumerate(ranks.run(fail_inside, 3, algorithm)):
+        assert ("no memory left" if rank == 1 else "rank 1") in message, f"rank {rank}: {message}"
+
+
+@pytest.mark.parametrize("inside", [False, slow(True)])
+def test_a_process_can_end_while_a_handle_is_under_way(tmp_path: Path, inside: bool) -> None:
+    """It would otherwise hang for as long as the group's time-out, half an hour, after any exception."""
+    path, when = tmp_path / "store", "inside" if inside else "after"
+    other = start_module("leaving_rank", path, 1, when)
+    try:
+        assert run_module("leaving_rank", path, 0, when, time_limit=50) == "left"
+    finally:
+        other.communicate(timeout=30)

@@ -49,9 +49,8 @@ def some_ranks(rank: int, world_size: int) -> None:
 
 def several_groups(rank: int, world_size: int) -> None:
     """Rows, columns and all ranks at once, started and waited for in another order on every rank."""
-    rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     groups: list[tuple[Any, list[int]]] = [(None, [0, 1, 2, 3])]
-    for members in rows + columns:
+    for members in ([0, 1], [2, 3], [0, 2], [1, 3]):
         group = dist.new_group(members)
         if rank in members:
             groups.append((group, members))
@@ -78,6 +77,8 @@ def nodes(rank: int, world_size: int, shape: tuple[int, int]) -> list[bytes]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "rank"))
     pair = (mesh.get_group("rank"), mesh.get_group("node"))
     assert place(mesh) == place(pair) == (rank, world_size), "ranks are numbered node by node, as torch does"
+    final = thinwire.SGD(torch.nn.Linear(8, 8), lr=0.1, group=mesh).sync.policy.final
+    assert final == thinwire.default_compressor(shape[0]), "ranks of a node are summed dense, so it is nodes that count"
     results = []
     for algorithm in ("auto", "gather", "sharded", "dense"):
         found = []
@@ -109,16 +110,3 @@ def test_nodes(ranks: RankPool, shape: tuple[int, int]) -> None:
     found = ranks.run(nodes, shape[0] * shape[1], shape)
     for results in zip(*found, strict=True):
         assert len(set(results)) == 1
-
-
-def default_density(rank: int, world_size: int) -> tuple[str, ...]:
-    """The default compressor of all ranks, and of two nodes of two ranks each."""
-    groups = (None, init_device_mesh("cpu", (2, 2)))
-    made = [thinwire.SGD(torch.nn.Linear(8, 8), lr=0.1, group=group) for group in groups]
-    return tuple(thinwire.format_spec(optimizer.sync.policy.final) for optimizer in made)
-
-
-def test_the_default_density_is_by_what_is_compressed(ranks: RankPool) -> None:
-    """Ranks of a node are summed dense, so it is nodes that count."""
-    expected = tuple(thinwire.format_spec(thinwire.default_compressor(count)) for count in (4, 2))
-    assert ranks.run(default_density, 4) == [expected] * 4

@@ -2,21 +2,22 @@
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.damage import DAMAGES, DAMAGES_OF_A_DENSE_SUM, Damage, damaged, outside, padding
+from support.damage import DAMAGES, DAMAGES_OF_A_DENSE_SUM, Damage, damaged
 from support.hostile_calls import AT_ONCE, DENSE, QUANTIZE, SECONDS, TOPK, Call, Route, fault, flip_bits
+from support.run import Run
 from support.slow import slow
 from support.training import TOPK as TOPK_OF_TRAINING
-from support.training import differing, loss_of, make_net, optimizer_bits, policy
+from support.training import differing, policy
 from thinwire.collectives.cost import owned
-from thinwire.kernels.layout import DenseLayout, Layout, TopKLayout
+from thinwire.kernels.layout import Layout
 from thinwire.testing import RankPool, store_barrier
 
 
@@ -67,18 +68,17 @@ def test_the_receiver_names_the_sender_and_changes_nothing(ranks: RankPool, worl
 
 
 class Target(NamedTuple):
-    """What is damaged in training."""
+    """What is damaged in training; `small` is the compressor of small tensors, if it is theirs."""
 
     algorithm: str
     stage: str
     small: str = ""
-    """Those that are sent together, and by what; "": those that are not."""
 
 
-def target_layout(optimizer: thinwire.AdamW, target: Target, owner: int) -> Layout:
-    """Of what the last step has sent in this stage."""
-    assert optimizer.sync.last_step is not None
-    plans = [slot.request.plan for slot in optimizer.sync.last_step.slots_used]
+def target_layout(sync: thinwire.Synchronizer, target: Target) -> Layout:
+    """Of what the last step has sent in this stage; the last rank owns it."""
+    assert sync.last_step is not None
+    plans = [slot.request.plan for slot in sync.last_step.slots_used]
     fitting = [plan for plan in plans if isinstance(plan.first, thinwire.TopK) is not bool(target.small)]
     plan = max(fitting, key=lambda plan: plan.segments[-1][1])
     numel = plan.segments[-1][1]
@@ -86,56 +86,33 @@ def target_layout(optimizer: thinwire.AdamW, target: Target, owner: int) -> Layo
         assert plan.algorithm == "gather"
         return plan.first.layout(numel, torch.float32)
     assert plan.algorithm in ("sharded", "dense")
-    start, stop = owned(plan.first, numel, torch.float32, optimizer.sync.world_size)[owner]
+    start, stop = owned(plan.first, numel, torch.float32, sync.world_size)[-1]
     return (plan.first if target.stage == "piece" else plan.second).layout(stop - start, torch.float32)
 
 
 def train(rank: int, world_size: int, targets: list[Target], to_all: bool) -> list[str]:
-    """A model and its optimizer for each damage, of a step after the warm-up; says what is wrong."""
+    """Damage each target in a step after the warm-up, of a model of its own; says what is wrong."""
     wrong = []
     for target in targets:
-        route = Route("", target.stage, world_size)
-        number, damages = 0, DAMAGES[DenseLayout]
-        while number < len(damages):
-            damages, found = train_one(rank, route, target, number, to_all)
-            wrong += [f"{target}, {damages[number].__name__}: {what}" for what in found]
-            store_barrier(f"{target} {number}", world_size)
-            number += 1
+        rules = policy(TOPK_OF_TRAINING, small_compressor=target.small or QUANTIZE)
+        collective = thinwire.Collective(algorithm=target.algorithm, timeout=SECONDS)
+        run = Run(rank, "AdamW", ddp=True, buckets={}, compressor=rules, warmup_steps=1, collective=collective)
+
+        def step(index: int, run: Run = run) -> thinwire.CollectiveError | None:
+            try:
+                run.train(index, index + 1)
+            except thinwire.CollectiveError as error:
+                return error
+            return None
+
+        run.train(0, 3)
+        layout, route = target_layout(run.sync, target), Route("", target.stage, world_size)
+        is_dense_sum = (target.small, target.stage) == ("none", "sum")
+        damage = (DAMAGES_OF_A_DENSE_SUM if is_dense_sum else DAMAGES[type(layout)])[0]
+        found = watch(rank, route, damage, layout, to_all, partial(step, 3), partial(step, 4), run.bits)
+        wrong += [f"{target}: {what}" for what in found]
+        store_barrier(f"{target}", world_size)
     return wrong
-
-
-def train_one(rank: int, route: Route, target: Target, number: int, to_all: bool) -> tuple[list[Damage], list[str]]:
-    """(the damages that fit, what is wrong) with that of this number."""
-    model = DistributedDataParallel(make_net())
-    rules = policy(TOPK_OF_TRAINING, small_compressor=target.small or QUANTIZE)
-    collective = thinwire.Collective(algorithm=target.algorithm, timeout=SECONDS)
-    optimizer = thinwire.AdamW(model, lr=1e-2, compressor=rules, warmup_steps=1, collective=collective)
-
-    def step(index: int) -> thinwire.CollectiveError | None:
-        try:
-            optimizer.zero_grad()
-            loss_of(model, rank, index).backward()
-            optimizer.step()
-        except thinwire.CollectiveError as error:
-            return error
-        return None
-
-    wrong = [f"step {index} failed" for index in range(3) if step(index) is not None]
-    layout = target_layout(optimizer, target, route.world_size - 1)
-    damages = DAMAGES_OF_A_DENSE_SUM if (target.small, target.stage) == ("none", "sum") else DAMAGES[type(layout)]
-    if isinstance(layout, TopKLayout) and layout.tail is None:
-        damages = [damage for damage in damages if damage not in (outside, padding)]
-    wrong += watch(
-        rank,
-        route,
-        damages[number],
-        layout,
-        to_all,
-        lambda: step(3),
-        lambda: step(4),
-        lambda: optimizer_bits(optimizer),
-    )
-    return damages, wrong
 
 
 @pytest.mark.parametrize(("world_size", "to_all"), [(2, True), slow(2, False), (3, False), slow(3, True)])

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,19 +20,13 @@ from thinwire.collectives.transport.watch import watch
 from thinwire.testing import RankPool, store_barrier
 
 
-class Held(NamedTuple):
+def held() -> tuple[int, int]:
     """File descriptors and threads of this process."""
-
-    files: int
-    threads: int
-
-
-def held() -> Held:
     gc.collect()
-    return Held(len(os.listdir("/proc/self/fd")), threading.active_count())
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-ONE = Held(16, 8)
+ONE = 16, 8
 """More than a group of ours holds, which may be there or not: connections and threads end a little later."""
 
 
@@ -45,11 +39,8 @@ def keep_nothing(world_size: int, job: Callable[[int], None]) -> None:
         if turn == 1:
             before = held()
     end = time.monotonic() + 10
-    while True:
-        after = held()
-        if after.files <= before.files + ONE.files and after.threads <= before.threads + ONE.threads:
-            return
-        assert time.monotonic() < end, (before, after)  # several more are held by as many that were kept
+    while any(after > once + one for after, once, one in zip(held(), before, ONE, strict=True)):
+        assert time.monotonic() < end, (before, held())  # several more are held by as many that were kept
         time.sleep(0.05)
 
 
@@ -126,23 +117,11 @@ def test_scenes(ranks: RankPool, scene: Any, world_size: int) -> None:
     ranks.run(scene, world_size)
 
 
-class Slow:
-    """An operation that takes long."""
-
-    def __init__(self) -> None:
-        self.looked = threading.Event()
-
-    def check_others(self) -> None:
-        self.looked.set()
-
-    def give_up(self, error: BaseException) -> object:
-        return None
-
-
 def test_the_watch_keeps_nothing_of_an_operation_that_has_ended() -> None:
-    operation = Slow()
+    looked = threading.Event()
+    operation = type("Slow", (), {"check_others": lambda self: looked.set()})()
     watch.begin(operation)
-    assert operation.looked.wait(30)
+    assert looked.wait(30)
     watch.end(operation)
     left = weakref.ref(operation)
     del operation

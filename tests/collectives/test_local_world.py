@@ -12,40 +12,28 @@ from torch import Tensor
 
 import thinwire
 from support.oracle import same_bits
+from support.reductions import Case, perform
 from thinwire.collectives.local import LocalGroup, LocalWorld
 from thinwire.collectives.transport import operation
 from thinwire.collectives.transport.link import LinkBroken
 from thinwire.collectives.transport.local_link import LocalLink, Switchboard
+from thinwire.testing import run_threads
 
 NUMEL = 20_000
 TOPK, EIGHT_BITS = "topk:ratio=1/64,bits=2", "quantize:bits=8"
 SECONDS = 30.0
 
 
-def gradient(rank: int, step: int) -> Tensor:
-    return (1 + rank) * torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def reduce(group: LocalGroup, spec: str, algorithm: str) -> tuple[list[Tensor], Tensor]:
-    """Averages over the ranks, step after step; the residual at the end."""
-    residual, state, results = torch.zeros(NUMEL), thinwire.ShardState(), []
-    for step in range(3):
-        tensor = gradient(group.rank, step)
-        thinwire.all_reduce_compressed(
-            tensor, spec, residual, op=dist.ReduceOp.AVG, group=group, algorithm=algorithm, key=step, state=state
-        )
-        results.append(tensor)
-    return results, residual
-
-
 def test_ranks_that_take_turns_have_the_same_sums() -> None:
+    cases = [Case(TOPK, "sharded", (NUMEL,), average=True, steps=range(3))]
     free, in_turn = (
-        LocalWorld(5, timeout=SECONDS, turns=turns).run(reduce, TOPK, "sharded") for turns in (False, True)
+        run_threads(lambda group: perform(group.rank, group.size, cases, group=group)[0], 5, turns=turns)
+        for turns in (False, True)
     )
     assert not dist.is_initialized(), "torch.distributed is not needed"
-    for (one, one_kept), (other, other_kept) in zip(free, in_turn, strict=True):
-        assert all(map(same_bits, one, other))
-        assert same_bits(one_kept, other_kept)
+    for one, other in zip(free, in_turn, strict=True):
+        assert all(map(same_bits, one.results, other.results))
+        assert same_bits(one.residual, other.residual)
 
 
 # What goes wrong ----------------------------------------------------------------------------------------------------
@@ -57,25 +45,6 @@ def caught(call: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_ranks_that_differ_are_named_and_can_go_on(known: bool) -> None:
-    def work(group: LocalGroup) -> tuple[Exception | None, Exception | None]:
-        def call(spec: str) -> None:
-            thinwire.all_reduce_compressed(torch.ones(NUMEL), spec, group=group, algorithm="gather")
-
-        if known:  # then only the messages differ
-            call(TOPK)
-            call(EIGHT_BITS)
-        return caught(lambda: call(TOPK if group.rank == 2 else EIGHT_BITS)), caught(lambda: call(EIGHT_BITS))
-
-    for error, after in LocalWorld(3, timeout=SECONDS).run(work):
-        assert isinstance(error, thinwire.MismatchError)
-        assert "different arguments: compressor '" in str(error)
-        assert 2 in error.ranks
-        assert known or error.ranks == (2,), "all ranks are compared on the first use of a call, not two of them"
-        assert after is None
 
 
 def test_a_record_of_an_earlier_operation_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +74,9 @@ def test_a_rank_that_raises_does_not_keep_the_others() -> None:
             raise KeyError("no more data")
         if at_barrier:
             group.barrier()
-        error = caught(lambda: thinwire.all_reduce_compressed(torch.ones(9), EIGHT_BITS, group=group))
-        echoes.append(str(error))
-        assert error is not None
-        raise error
+        with pytest.raises(thinwire.CollectiveError) as echo:
+            thinwire.all_reduce_compressed(torch.ones(9), EIGHT_BITS, group=group)
+        echoes.append(str(echo.value))
 
     for at_barrier, turns in ((False, False), (True, False), (True, True)):
         with pytest.raises(KeyError, match="no more data") as failure:
@@ -177,7 +145,7 @@ def test_a_message_of_another_size_is_refused_and_the_deadline_is_kept() -> None
 def test_nothing_is_left_behind() -> None:
     before = set(threading.enumerate())
     world = LocalWorld(4)
-    world.run(reduce, EIGHT_BITS, "auto")
+    world.run(lambda group: thinwire.all_reduce_compressed(torch.ones(NUMEL), EIGHT_BITS, group=group).wait())
     made = [thread for thread in threading.enumerate() if thread not in before and "thinwire-wire" in thread.name]
     assert made
     del world
@@ -200,22 +168,3 @@ def test_worlds_stay_apart_and_each_compressor_counts_its_own_calls() -> None:
         return float(tensor[0]), [compressor.stats.calls for compressor in mine]
 
     assert LocalWorld(2).run(both) == [(4 * 127.0, [1, 2])] * 2
-
-
-@pytest.mark.parametrize(("world", "messages"), [(2, 1), (3, 4)])
-def test_small_tensors_without_compression_go_between_two_ranks_in_one_message(world: int, messages: int) -> None:
-    """As many bytes as a ring sends, and the plain average."""
-
-    def work(group: LocalGroup) -> tuple[Tensor, int, int]:
-        bias = torch.nn.Parameter(torch.zeros(300))
-        weight = torch.nn.Parameter(torch.zeros(NUMEL))
-        weight.grad, bias.grad = torch.zeros(NUMEL), torch.arange(300.0) + group.rank
-        sync = thinwire.Synchronizer(thinwire.Policy(TOPK, small_compressor="none"), group=group)
-        sync.all_reduce_gradients([("weight", weight), ("bias", bias)])
-        payload = (world - 1) * thinwire.compressor(TOPK).nbytes(NUMEL)
-        return bias.grad, sync.stats.bytes_sent - payload, sync.stats.messages - (world - 1)
-
-    for average, sent, counted in LocalWorld(world, timeout=SECONDS).run(work):
-        torch.testing.assert_close(average, torch.arange(300.0) + (world - 1) / 2)
-        assert sent == 2 * 4 * 300 * (world - 1) // world
-        assert counted == messages

@@ -1,15 +1,16 @@
-"""What comes out: the sum of what the ranks sent, with the same bits on every rank."""
-
-from typing import Any
+"""What comes out: the sum of what the ranks sent, with the same bits on every rank, by as many bytes as are counted."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import thinwire
+from support.by_threads import by_threads
 from support.group import run_group
 from support.oracle import same_bits
-from support.reductions import Case, check_expected, expected, perform
+from support.reductions import Case, check_expected, expected, perform, shares
+from support.slow import slow
+from thinwire.collectives import LocalGroup
 from thinwire.testing import RankPool
 
 WORLDS = (1, 3, 8)
@@ -82,40 +83,40 @@ def test_sixteen_bits_are_the_same_everywhere_and_near_the_sum(world_size: int) 
         torch.testing.assert_close(results[0][0], right, rtol=0, atol=close, msg=lambda m, c=case: f"{c}\n{m}")
 
 
-def count_ranks(rank: int, world_size: int, algorithms: list[tuple[str, str]], group: Any = None) -> list[list[float]]:
-    """Rank r sends ones in its first r + 1 places, so that place i counts the ranks from i on."""
-    counts = []
-    for algorithm, spec in algorithms:
-        one = 127 if spec == "quantize:bits=8" else 1  # a number that eight bits hold exactly
-        for _ in range(2):  # a buffer that is not cleared shows in the second
-            tensor = torch.zeros(20_000)
-            tensor[: rank + 1] = one
-            thinwire.all_reduce_compressed(tensor, spec, algorithm=algorithm, key=1, group=group)
-            counts.append((tensor[: world_size + 1] / one).tolist())
-            assert not tensor[world_size:].any()
-    return counts
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_ones_are_counted(world_size: int) -> None:
-    algorithms = [
-        ("gather", "topk:ratio=1/64,bits=32"), ("sharded", "topk:ratio=1/64,bits=32"), ("dense", TOPK),
-        ("gather", "topk:ratio=1/64,bits=32,chunk=none"), ("values", "randomk:ratio=1"), ("auto", "none"),
-        ("gather", "quantize:bits=8"),
-    ]  # fmt: skip
-    right = [float(world_size - place) for place in range(world_size + 1)]
-    for counts in run_group(count_ranks, world_size, algorithms):
-        assert counts == [right] * len(counts)
-
-
-def average_large(rank: int, world_size: int, spec: str, group: Any = None) -> list[float]:
+@by_threads(3)
+def test_an_average_of_large_float16_is_finite(group: LocalGroup) -> None:
     """Averages of numbers near the end of the dtype's range, whose sum is beyond it."""
-    tensor = torch.full((9001,), LARGEST, dtype=torch.float16)
-    work = thinwire.all_reduce_compressed(tensor, spec, op=dist.ReduceOp.AVG, algorithm="dense", group=group)
-    assert work.report.finite
-    return tensor.unique().tolist()
-
-
-def test_an_average_of_large_float16_is_finite() -> None:
     for spec in ("none", TOPK):
-        assert run_group(average_large, 3, spec) == [[LARGEST]] * 3
+        tensor = torch.full((9001,), LARGEST, dtype=torch.float16)
+        work = thinwire.all_reduce_compressed(tensor, spec, op=dist.ReduceOp.AVG, algorithm="dense", group=group)
+        assert work.report.finite
+        assert tensor.unique().tolist() == [LARGEST], spec
+
+
+COUNTED = [
+    Case(spec, algorithm, (200_003,), dtype, steps=[0])
+    for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=4")
+    for algorithm in ("gather", "sharded")
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def sent(case: Case, sender: int, receiver: int, world_size: int) -> int:
+    """The docstring of each algorithm in numbers, from `nbytes` alone."""
+    if case.algorithm == "gather":
+        return case.compressor.nbytes(case.shape[0], case.dtype)
+    sizes = [stop - start for start, stop in shares(case, world_size)]
+    piece = case.compressor.nbytes(sizes[receiver], case.dtype)
+    return piece + case.second_of(world_size).nbytes(sizes[sender], torch.float32)
+
+
+@pytest.mark.parametrize("world_size", [2, slow(8)])
+def test_the_report_has_the_bytes_of_the_formula(world_size: int) -> None:
+    for rank, outcomes in enumerate(run_group(perform, world_size, COUNTED)):
+        for case, outcome in zip(COUNTED, outcomes, strict=True):
+            (report,), where = outcome.reports, f"rank {rank}, {case}"
+            others = [other for other in range(world_size) if other != rank]
+            assert (report.algorithm, report.segments) == (case.algorithm, 1), where
+            assert report.bytes_sent == sum(sent(case, rank, other, world_size) for other in others), where
+            assert report.bytes_received == sum(sent(case, other, rank, world_size) for other in others), where
+            assert report.messages == len(others) * (1 if case.algorithm == "gather" else 2), where

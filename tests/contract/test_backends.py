@@ -1,4 +1,11 @@
-"""Backends agree: the reference is the specification, and an oracle that shares no code with it checks both."""
+"""Results depend on nothing but the input: neither on the backend nor on threads.
+
+The reference is the specification, and an oracle that shares no code with it checks both.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +17,10 @@ from support.oracle import bytes_of, read_quantize, same_bits
 from support.pairwise import pairwise
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout
+
+NUMEL = 300_007
+"""More than four times what the kernels hold worth a thread of its own."""
+THREADED = [spec for spec in ALL_SPECS if has_kernel(thinwire.compressor(spec).layout(NUMEL, torch.float32))]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -65,16 +76,51 @@ def test_levels_are_what_the_format_says(backend: str) -> None:
         assert torch.equal(case.sent, expected), f"{case}"
 
 
-def test_a_payload_may_lie_at_any_address(backend: str) -> None:
-    """As in the middle of a received message: neither its memory nor its place in it need be aligned."""
-    places = ((1, 0), (1, 3), (2, 2), (3, 1), (4, 4), (1, 7), (5, 3), (0, 1))
-    for spec, dtype, (base, offset) in pairwise(ALL_SPECS, DTYPES, places):
-        compressor, (tensor, _) = thinwire.compressor(spec), make_input("normal", 4097, dtype)
-        expected = compressor.compress(tensor, key=KEY)
-        raw = bytearray(expected.nbytes + 16)
-        out = torch.frombuffer(raw, dtype=torch.uint8, offset=base)[offset : offset + expected.nbytes]
-        ct = compressor.compress(tensor, key=KEY, out=out)
-        what = f"{spec}, {dtype}, base {base}, offset {offset}, {backend}"
-        assert ct.finite, what
-        assert bytes_of(ct.payload) == bytes_of(expected.payload), what
-        assert same_bits(ct.decompress(), expected.decompress()), what
+def run(spec: str, dtype: torch.dtype, kind: str) -> tuple[bytes, bytes, bytes]:
+    compressor = thinwire.compressor(spec)
+    tensor, residual = make_input(kind, NUMEL, dtype)
+    ct = compressor.compress(tensor, residual, key=KEY)
+    total = compressor.accumulate(ct, torch.ones(NUMEL, dtype=dtype), 0.5)
+    return bytes_of(ct.payload), bytes_of(residual), bytes_of(total)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Three of them, even on a machine with fewer cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_the_number_of_threads_changes_nothing() -> None:
+    for spec, (dtype, kind) in pairwise(THREADED, ((torch.float32, "normal"), (torch.bfloat16, "ties"))):
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            with kernels.force("cpu"):
+                results.append(run(spec, dtype, kind))
+        assert results[0] == results[1] == results[2], f"{spec}, {dtype}, {kind}: other bytes with other threads"
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_nan_in_any_thread_s_share_is_seen() -> None:
+    for spec, at in pairwise(THREADED, (0, NUMEL // 2, NUMEL - 1)):
+        tensor, residual = make_input("normal", NUMEL, torch.float32)
+        tensor[at], before = torch.nan, bytes_of(residual)
+        with kernels.force("cpu"):
+            ct = thinwire.compressor(spec).compress(tensor, residual, key=KEY)
+        assert not ct.finite, f"{spec}: NaN at {at} not seen"
+        assert bytes_of(residual) == before, f"{spec}: NaN at {at}, residual written"
+
+
+def test_callers_at_the_same_time(backend: str) -> None:
+    """As overlapping buckets do: calls from several threads neither wait for ever nor mix their data."""
+    specs, kinds = ("topk:ratio=1/64,bits=2", "quantize:bits=8"), ("normal", "ties", "one-hot", "denormals")
+    calls = list(product(specs, [torch.float32], kinds))
+    alone = [run(*call) for call in calls]
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        futures = [pool.submit(run, *call) for call in calls * 3]
+        together = [future.result(timeout=120) for future in futures]
+    assert together == alone * 3

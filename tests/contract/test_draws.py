@@ -1,7 +1,7 @@
 """Random numbers of RandomK: a pure function of seed and key, apart from everybody else's, and right on average."""
 
 import random
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,9 +14,8 @@ from support.oracle import bytes_of
 DRAWING = SPECS["randomk"]
 
 
-def draw(spec: str, key: int, numel: int = 4097) -> bytes:
-    tensor, _ = make_input("normal", numel, torch.float32)
-    return bytes_of(thinwire.compressor(spec).compress(tensor, key=key).payload)
+def draw(spec: str, key: int) -> bytes:
+    return bytes_of(thinwire.compressor(spec).compress(make_input("normal", 4097, torch.float32)[0], key=key).payload)
 
 
 def test_seed_and_key_decide_what_is_drawn() -> None:
@@ -32,19 +31,6 @@ def test_seed_and_key_decide_what_is_drawn() -> None:
         unseeded, seeds = spec.partition(",seed")[0], (0, 1, 2, 1 << 32, (1 << 64) - 1)
         drawn = {draw(f"{unseeded},seed={seed}", KEY) for seed in seeds}
         assert len(drawn) == len(seeds), f"{spec}: seeds share their draws"
-
-
-def test_draws_are_no_shifted_copies() -> None:
-    """Neighbouring keys, and seed for key, must not give the same stream a little later."""
-    ones = torch.full((4096,), 0.3)
-    for spec in DRAWING:
-        streams = []
-        for key in range(4):
-            decoded = thinwire.compressor(spec).compress(ones, key=key).decompress()
-            streams.append((decoded - decoded.mean()) / decoded.std().clamp(min=1e-9))
-        for first, second in combinations(map(torch.fft.rfft, streams), 2):
-            correlation = torch.fft.irfft(first * second.conj()) / 4096
-            assert correlation.abs().max() < 0.5, f"{spec}: neighbouring keys draw shifted copies"
 
 
 def test_other_generators_are_left_alone(backend: str) -> None:
@@ -72,14 +58,6 @@ def test_unbiased_without_a_residual() -> None:
         assert decoded.std(0).mean() > 0, f"{spec}: nothing was drawn"
 
 
-def splitmix64(state: int) -> int:
-    """Vigna's splitmix64, without the first increment: the 64-bit output for a state."""
-    z = state % (1 << 64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ z >> shift) * factor % (1 << 64)
-    return z ^ z >> 31
-
-
 def test_randomk_positions_are_those_of_the_document() -> None:
     """docs/wire-format.md, in plain integers: other programs must draw the same."""
     compressor = thinwire.RandomK("1/7", seed=9)
@@ -89,7 +67,10 @@ def test_randomk_positions_are_those_of_the_document() -> None:
         width, wider = divmod(numel, k)
         expected = []
         for stratum in range(k):
-            drawn = splitmix64(ct.key + stratum * 0x9E3779B97F4A7C15) >> 1
+            z = (ct.key + stratum * 0x9E3779B97F4A7C15) % (1 << 64)  # Vigna's splitmix64, without the first increment
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                z = (z ^ z >> shift) * factor % (1 << 64)
+            drawn = (z ^ z >> 31) >> 1
             start = stratum * width + min(stratum, wider)
             expected.append(start + ((drawn >> 32) * (width + (stratum < wider)) >> 31))
         assert ct.decompress().nonzero().view(-1).tolist() == expected, (numel, key)

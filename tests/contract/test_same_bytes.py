@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import thinwire
 from support.cases import ALL_SPECS, KEY
 from support.oracle import bytes_of
+from support.training import Given
 from support.training_runs import SMALL, changed, train
 from thinwire import Collective, kernels
 from thinwire.collectives import LocalGroup
@@ -68,24 +68,8 @@ def payloads() -> dict[str, str]:
     return found
 
 
-class Net(nn.Module):
-    """Parameters whose gradients are what it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(whole(size, size)) for size in (3000, 10, 4096)])
-
-    def forward(self, seed: int) -> Tensor:
-        parts = [(weight * whole(weight.numel(), seed + number)).sum() for number, weight in enumerate(self.weights)]
-        return torch.stack(parts).sum()
-
-
-def weights_of(model: nn.Module) -> str:
-    return digest(b"".join(bytes_of(parameter.detach()) for parameter in model.parameters()))
-
-
 def run_training(group: LocalGroup, kind: str, compressor: str = TOPK, **options: Any) -> str:
-    model = Net()
+    model = Given((3000, 10, 4096))
     policy = thinwire.Policy(compressor, min_numel=100)
     if kind == "synchronizer":
         sync = thinwire.Synchronizer(policy, group=group, **options)
@@ -98,11 +82,11 @@ def run_training(group: LocalGroup, kind: str, compressor: str = TOPK, **options
         )  # fmt: skip
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(10 * step + group.rank).backward()
+        model([whole(one.numel(), 10 * step + group.rank + n) for n, one in enumerate(model.weights)]).backward()
         if kind == "synchronizer":
             sync.all_reduce_gradients(model.named_parameters())
         optimizer.step()
-    return weights_of(model)
+    return digest(b"".join(bytes_of(parameter.detach()) for parameter in model.parameters()))
 
 
 def trainings() -> dict[str, str]:
@@ -115,43 +99,16 @@ def trainings() -> dict[str, str]:
     return found
 
 
-def attach(rank: int, world_size: int) -> str:
-    model = DistributedDataParallel(Net())
-    thinwire.attach(model, thinwire.Policy(TOPK, min_numel=100))
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6, momentum=0.5)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(10 * step + rank).backward()
-        optimizer.step()
-    return weights_of(model)
-
-
 def checkpoint_files(ranks: RankPool, cwd: Path) -> dict[str, list[str]]:
-    """What `thinwire train` leaves, by the kind of optimizer; sizes depend on pickle, so names alone."""
-    found = {}
-    for optimizer in ("adamw", "sgd"):
-        folder = Path(f"run-{optimizer}")
-        config = changed(SMALL, out=folder, optimizer=optimizer, lr=0.01, steps=4, checkpoint_every=4)
-        assert train(ranks, 2, config, cwd).finished
-        names = (str(path.relative_to(cwd / folder)) for path in (cwd / folder).rglob("*") if path.is_file())
-        found[optimizer] = sorted(names)
-    return found
-
-
-def attached(ranks: RankPool, cwd: Path) -> dict[str, str]:
-    from test_same_bytes import attach as importable
-
-    one, other = ranks.run(importable, 2)
-    assert one == other
-    return {"weights": one}
+    """What `thinwire train` leaves; sizes depend on pickle, so names alone."""
+    folder = Path("run")
+    assert train(ranks, 2, changed(SMALL, out=folder, steps=4, checkpoint_every=4), cwd).finished
+    return {"run": sorted(str(path.relative_to(cwd / folder)) for path in (cwd / folder).rglob("*") if path.is_file())}
 
 
 PARTS: dict[str, Callable[[RankPool, Path], Mapping[str, Any]]] = {
-    "payloads": lambda *_: payloads(),
-    "trainings": lambda *_: trainings(),
-    "attach": attached,
-    "files": checkpoint_files,
-}
+    "payloads": lambda *_: payloads(), "trainings": lambda *_: trainings(), "files": checkpoint_files,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import thinwire
-from support.cases import BACKENDS, KEY, SPECS, Case, has_kernel, rows, sends_exactly
+from support.cases import BACKENDS, DTYPES, KEY, SPECS, Case, has_kernel, rows, sends_exactly
 from support.memory import guarded
 from support.oracle import Record, bytes_of, read_quantize, read_topk, same_bits, topk_positions
 from thinwire import CompressedTensor, kernels
@@ -197,3 +197,43 @@ def test_payloads_agree_with_the_reference(table: list[Case], ran: str, request:
             assert off.max() <= 1, f"{case}: a scale is off by {off.max()} units in the last place"
             same = (off == 0).all(axis=1)
             assert np.array_equal(mine.codes[same], theirs.codes[same]), f"{case}: other codes at the same scales"
+
+
+# What compressors are for: few bytes, and descent that reaches the optimum, since nothing is lost for good.
+
+
+def test_the_headline_ratio() -> None:
+    """25 million float32 with topk:ratio=1/64,bits=2: at least 195x smaller, header and checksum counted."""
+    compressor, numel = thinwire.compressor("topk:ratio=1/64,bits=2"), 25_000_000
+    assert frame.HEADER_BYTES == 36
+    overhead = frame.HEADER_BYTES + len(thinwire.format_spec(compressor))
+    assert 4 * numel / (compressor.nbytes(numel) + overhead) >= 195
+
+
+def test_quantize_costs_its_bits_and_the_scales_and_randomk_sends_no_positions() -> None:
+    for bits in (1, 2, 4, 8):
+        assert thinwire.Quantize(bits).nbytes(1 << 20) == (1 << 20) * bits // 8 + 2 * (1 << 20) // 256
+    for dtype in DTYPES:
+        assert thinwire.RandomK("1/64").nbytes(1 << 20, dtype) == (1 << 14) * dtype.itemsize
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_quadratic_bowl_converges_with_error_feedback(name: str) -> None:
+    """Of each compressor the first spec with the reference too, many times slower.
+
+    The longer an element waits for its turn, the smaller the steps must be, and the more of them.
+    """
+    generator = torch.Generator().manual_seed(3)
+    curvature = torch.linspace(0.5, 1, 768)[torch.randperm(768, generator=generator)]
+    optimum = torch.randn(768, generator=generator)
+    for backend, spec in [("reference", SPECS[name][0]), *(("cpu", spec) for spec in SPECS[name])]:
+        compressor = thinwire.compressor(spec)
+        wait = float(1 / getattr(compressor, "ratio", 1))
+        rate = min(0.05, 0.3 / wait if compressor.name == "randomk" else 0.3 / wait**0.75)
+        x, residual = torch.zeros(768), torch.zeros(768)
+        with kernels.force(backend):
+            for step in range(int((16 if wait == 1 else 8) / rate)):
+                sent = compressor.compress(curvature * (x - optimum), residual, key=step)
+                compressor.accumulate(sent, x, -rate)
+        distance = float((x - optimum).norm() / optimum.norm())
+        assert distance < 0.02, f"{spec}, {backend}: still {distance:.3f} of the way off after {step + 1} steps"

@@ -128,24 +128,21 @@ def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() ->
     run_python(code)
 
 
-@pytest.mark.parametrize(("capability", "backend"), [((9, 0), "cuda"), ((7, 5), "reference")])
-def test_cuda_tensors_use_triton_where_it_knows_the_gpu(
-    compiled: Loaded, capability: tuple[int, int], backend: str
-) -> None:
+@pytest.mark.parametrize(("capability", "backend"), [((9, 0), "cuda"), ((7, 5), "reference")], ids=str)
+def test_cuda_tensors_use_triton_where_it_knows_the_gpu(compiled: Loaded, capability: object, backend: str) -> None:
     """And float64, which nobody sends gradients in, goes to the reference."""
     code = f"""
         import torch
         torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda device: {capability}
         from thinwire import compressor, kernels
         device = torch.device("cuda")
+        def chosen(spec, dtype=torch.float32):
+            return kernels.select(compressor(spec).layout(99_999, dtype), device)[0]
         for spec in ("topk:ratio=1/64", "quantize", "none"):
-            some = compressor(spec).layout(8192, torch.float32)
-            assert kernels.select(some, device)[0] == "{backend}", spec
-            assert kernels.select(compressor(spec).layout(8192, torch.float64), device)[0] == "reference", spec
+            assert [chosen(spec), chosen(spec, torch.float64)] == ["{backend}", "reference"], spec
             with kernels.force("cuda"):
-                assert kernels.select(some, device)[0] == "cuda", spec
-        large = compressor("quantize:block=16384").layout(99_999, torch.float32)
-        assert kernels.select(large, device)[0] == "reference"
+                assert chosen(spec) == "cuda", spec
+        assert chosen("quantize:block=16384") == "reference"
         assert kernels.adam(device).__name__ == "thinwire.kernels.{backend}.adam"
         """
     compiled.run(code)

@@ -21,7 +21,7 @@ from support.pairwise import pairwise
 from support.processes import run_module
 from support.samples import SMALL, bounded, complaint, sample
 from thinwire import kernels
-from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout
+from thinwire.kernels.layout import Layout, QuantizeLayout, TopKLayout
 
 SIZES = (1, 2, 31, 100, 1000, 4096, 4097, 8191, 12_289)
 
@@ -77,20 +77,6 @@ def test_forged_positions(spec: str, numel: int, random: object, out: torch.dtyp
             positions = sorted(random.randint(max(0, last - 4 * record.k), last) for _ in range(record.k))
             raw += bytes([0x80, 0x3F] * record.low_at)[: record.low_at] + write_positions(positions, record)
     decode_all(torch.frombuffer(raw, dtype=torch.uint8).unsqueeze(0), layout, 1.0, out)
-
-
-def test_every_position_that_the_code_can_hold() -> None:
-    """One record, its last position moved over everything the bitmap and the low bits have room for."""
-    for spec, numel in (("topk:ratio=1/64,bits=2", 100), ("topk:ratio=1/64,bits=32,chunk=none", 300)):
-        layout = thinwire.compressor(spec).layout(numel, torch.float32)
-        if isinstance(layout, DenseLayout):
-            continue
-        record = layout.tail or layout.record
-        room = (8 * (record.nbytes - record.high_at) - record.k + 1) << record.low_bits
-        for last in range(record.k - 1, room):
-            raw = bytearray([0x80, 0x3F] * record.low_at)[: record.low_at]
-            raw += write_positions([*range(record.k - 1), last], record)
-            decode_all(torch.frombuffer(raw, dtype=torch.uint8).unsqueeze(0), layout, 1.0, torch.float32)
 
 
 def test_any_bytes_with_several_threads() -> None:

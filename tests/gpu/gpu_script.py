@@ -1,5 +1,6 @@
-"""What the files here share. Each runs under pytest, or as a script where there is no pytest: python tests/gpu/FILE."""
+"""Ranks on one GPU, and a runner for where there is no pytest:    python tests/gpu/gpu_script.py test_collectives"""
 
+import importlib
 import os
 import sys
 import tempfile
@@ -9,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,11 @@ from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for support, in a script
 
-NEEDS_GPU: Any = []
-"""The `pytestmark` of every file."""
-try:
-    import pytest
 
-    NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-except ImportError:
-    pass
-
-
-def main(module: dict[str, Any]) -> None:
-    """Run the tests of a module one after the other, and exit with the number of those that failed."""
+def main(file: str) -> int:
+    """Run the tests of a file one after the other, and return the number of those that failed."""
     failed = 0
-    for name, function in list(module.items()):
+    for name, function in vars(importlib.import_module(file)).items():
         if name.startswith("test_"):
             try:
                 function()
@@ -41,7 +32,7 @@ def main(module: dict[str, Any]) -> None:
                 traceback.print_exc()
                 print(name, "FAILED", flush=True)
                 failed += 1
-    sys.exit(failed)
+    return failed
 
 
 def run_ranks(function: Callable[..., None], world: int, backend: str = "gloo") -> None:
@@ -59,3 +50,7 @@ def _rank_main(rank: int, function: Callable[..., None], world: int, backend: st
     )
     function(rank)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

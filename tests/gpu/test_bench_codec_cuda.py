@@ -5,13 +5,9 @@ import io
 import tempfile
 from pathlib import Path
 
-from gpu_script import NEEDS_GPU, main
-
 from benchmarks.codec import on_gpu, run
 from benchmarks.codec_rows import default_specs
 from benchmarks.harness import read
-
-pytestmark = NEEDS_GPU
 
 PARTS = ("encode", "commit", "decode 1 x", "decode 8 x", "accumulate")
 
@@ -58,7 +54,3 @@ def test_compressors_by_name_in_all_their_parts_and_any_dtype() -> None:
         assert {f"{part} {spec}" for part in ("compress", *PARTS) for spec in specs} <= names
     compressed = [row for row in rows if row["dtype"] == "float64" and any(spec in row["name"] for spec in specs)]
     assert {row["kernel"].split(".")[-2] for row in compressed} == {"reference"}
-
-
-if __name__ == "__main__":
-    main(globals())

@@ -4,12 +4,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_script import NEEDS_GPU, main, run_ranks
+from gpu_script import run_ranks
 from torch import Tensor, nn
 
 import thinwire
-
-pytestmark = NEEDS_GPU
 
 STEPS = 40
 TOPK = "topk:ratio=1/64,bits=2"
@@ -71,7 +69,3 @@ def check(rank: int, kind: str, mesh: Any, fully_shard: Any, options: dict[str, 
 
 def test_two_replicas_of_one_shard() -> None:
     run_ranks(worker, 2)
-
-
-if __name__ == "__main__":
-    main(globals())

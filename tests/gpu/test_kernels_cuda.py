@@ -4,29 +4,16 @@ import os
 import subprocess
 import sys
 import unittest
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import torch
-from gpu_script import NEEDS_GPU, main
 
 import thinwire
 from support.cases import ALL_SPECS, DTYPES, KEY, has_kernel, make_input
 from support.oracle import same_bits
 from thinwire import kernels
-
-pytestmark = NEEDS_GPU
-try:
-    import pytest
-
-    @pytest.fixture(autouse=True)
-    def _asked_for() -> Iterator[None]:
-        with kernels.force("cuda"):
-            yield
-except ImportError:
-    pass
 
 SPECS = ["topk:ratio=1/64,bits=2", "quantize:bits=8"]
 
@@ -114,35 +101,6 @@ def test_on_another_stream_and_at_any_address() -> None:
         assert all(torch.equal(payload, expected) for payload in payloads), spec
 
 
-def test_graph_capture() -> None:
-    """encode, commit and decode never wait for the device, so a CUDA graph can hold them."""
-    for spec in (*SPECS, "none"):
-        compressor = thinwire.compressor(spec)
-        tensor, residual, out = (torch.zeros(50_003, device="cuda") for _ in range(3))
-
-        def step() -> None:
-            ct = compressor.encode(tensor, residual)  # noqa: B023
-            compressor.commit(ct, tensor, residual, finite=True)  # noqa: B023
-            compressor.decompress(ct, out)  # noqa: B023
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles, and fills the caches
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        expected = torch.zeros_like(residual)
-        residual.zero_()
-        for seed in range(3):
-            tensor.copy_(torch.randn(50_003, generator=torch.Generator().manual_seed(seed)))
-            graph.replay()
-            assert torch.equal(out, compressor.decompress(compressor.compress(tensor, expected))), spec
-            assert torch.equal(expected, residual), spec
-
-
 def test_more_than_two_to_the_31_elements() -> None:
     """Positions beyond 32 bits. The last chunk is compared with the same elements by themselves."""
     numel = (1 << 31) + 4096
@@ -175,8 +133,3 @@ def test_adam() -> None:
     from support import adam_formula
 
     adam_formula.check("cuda")
-
-
-if __name__ == "__main__":
-    with kernels.force("cuda"):
-        main(globals())

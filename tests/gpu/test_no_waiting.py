@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_script import NEEDS_GPU, main, run_ranks
+from gpu_script import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.kernels import recording
-
-pytestmark = NEEDS_GPU
 
 NUMEL = 100_003
 SPECS = ["topk:ratio=1/64,bits=2", "quantize:bits=8", "quantize:bits=1", "none"]
@@ -209,7 +207,3 @@ def check_all_reduce() -> None:
 
 def test_two_ranks_do_not_wait() -> None:
     run_ranks(rank_main, 2)
-
-
-if __name__ == "__main__":
-    main(globals())

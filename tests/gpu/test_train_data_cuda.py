@@ -5,14 +5,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from gpu_script import NEEDS_GPU, main
 from test_no_waiting import no_waiting
 
 from thinwire.tools.train.data import Text
 from thinwire.tools.train.image_files import CIFAR_FILES, MNIST_FILES, RECORD
 from thinwire.tools.train.images import Data, Images
-
-pytestmark = NEEDS_GPU
 
 COUNT, TESTS = 500, 30
 
@@ -66,7 +63,3 @@ def test_a_batch_does_not_wait() -> None:
                 data.batch(start, 16, seed=0)
             for _ in data.validation(16):
                 pass
-
-
-if __name__ == "__main__":
-    main(globals())

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.slow import slow
 from support.training import (
     SEVERAL,
     SPECS,
     TOPK,
     USED,
+    VIEWS,
     Given,
     Heads,
     assert_same,
@@ -56,46 +56,21 @@ def compare_with_plain(rank: int, world_size: int, used: str, options: dict[str,
     assert sync.stats.bytes_sent == sync.stats.bytes_dense > 0
 
 
-@pytest.mark.parametrize(
-    ("world_size", "used", "options", "dtype"),
-    [
-        (2, "static", {}, torch.float64),
-        (3, "static", {**SEVERAL, "gradient_as_bucket_view": True}, torch.float32),
-        (2, "static", {**SEVERAL, "static_graph": True}, torch.bfloat16),
-        (3, "one rank", {**SEVERAL, "find_unused_parameters": True}, torch.float32),
-        (2, "all ranks", {**SEVERAL, "find_unused_parameters": True, "gradient_as_bucket_view": True}, torch.float32),
-    ],
-    ids=["one bucket", "bucket view", "static graph", "unused on a rank", "unused on all"],
-)
-def test_none_equals_plain_ddp(
-    ranks: RankPool, world_size: int, used: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
-    ranks.run(compare_with_plain, world_size, used, options, dtype)
+PLAIN: dict[str, tuple[int, str, dict[str, Any], torch.dtype]] = {
+    "one bucket": (2, "static", {}, torch.float64),
+    "bucket view": (3, "static", VIEWS, torch.float32),
+    "static graph": (2, "static", {**SEVERAL, "static_graph": True}, torch.bfloat16),
+    "unused on a rank": (3, "one rank", {**SEVERAL, "find_unused_parameters": True}, torch.float32),
+    "unused on all": (2, "all ranks", {**VIEWS, "find_unused_parameters": True}, torch.float32),
+}
 
 
-def learn(rank: int, world_size: int, spec: str, algorithm: str, steps: int) -> tuple[dict[str, bytes], float, float]:
-    model, sync, _ = attached(make_net(), policy(spec), True, SEVERAL, collective=Collective(algorithm=algorithm))
-    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), rank, 0, steps)
-    assert sync.steps == steps
-    assert sync.finite is True
-    assert len(sync.state_dict()["layout"]) >= 2
-    assert any(algorithm in used or algorithm == "auto" for used in sync.stats.algorithms)
-    assert sync.stats.bytes_sent < sync.stats.bytes_dense
-    return weight_bits(model), sum(losses[:20]), sum(losses[-20:])
+@pytest.mark.parametrize("case", PLAIN)
+def test_none_equals_plain_ddp(ranks: RankPool, case: str) -> None:
+    ranks.run(compare_with_plain, *PLAIN[case])
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "steps"),
-    [("topk", 2, 300), slow("quantize", 3, 100), slow("randomk", 2, 300), ("sharded", 3, 100)],
-)
-def test_compressed_replicas_stay_identical(ranks: RankPool, name: str, world_size: int, steps: int) -> None:
-    found = ranks.run(learn, world_size, *SPECS[name], steps)
-    assert identical(weights for weights, _, _ in found)
-    for _, first, last in found:
-        assert last < 0.8 * first, "it does not learn"
-
-
-def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dict[str, Any], warmup: Any) -> None:
+def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dict[str, Any], warmup: Any) -> Any:
     """What came out plus the residuals is what came in, as an average over ranks, after every step."""
     model, sync, _ = attached(
         Given(), policy(spec, warmup=warmup), True, options, collective=Collective(algorithm=algorithm)
@@ -116,6 +91,10 @@ def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dic
             torch.testing.assert_close(total, came_in[name], rtol=0, atol=3e-5 * world_size * (step + 1))
     assert len(layouts) == 2, f"the buckets were never rebuilt: {layouts}"
     assert sync.residual_norm() > 0
+    assert sync.finite is True
+    assert any(algorithm in used or algorithm == "auto" for used in sync.stats.algorithms)
+    assert sync.stats.bytes_sent < sync.stats.bytes_dense
+    return grad_bits(model)
 
 
 RAMP = [(2, "none"), (2, "quantize:bits=8"), (2, "topk:ratio=1/4,bits=4,chunk=512")]
@@ -123,8 +102,9 @@ RAMP = [(2, "none"), (2, "quantize:bits=8"), (2, "topk:ratio=1/4,bits=4,chunk=51
 
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_is_lost_over_steps_and_a_rebuild(ranks: RankPool, name: str) -> None:
-    ranks.run(conserve, 3, *SPECS[name], {"bucket_cap_mb": 0.008}, ())
-    ranks.run(conserve, 2, *SPECS[name], {}, RAMP if name in ("topk", "sharded") else ())
+    """And replicas stay identical."""
+    assert identical(ranks.run(conserve, 3, *SPECS[name], {"bucket_cap_mb": 0.008}, ()))
+    assert identical(ranks.run(conserve, 2, *SPECS[name], {}, RAMP if name in ("topk", "sharded") else ()))
 
 
 def conserve_unused(rank: int, world_size: int, view: bool) -> None:
@@ -197,31 +177,9 @@ def several_models_in_one_process(rank: int, world_size: int) -> None:
         assert_same(alone, together, f"model {index}")
 
 
-def more_than_20_buckets_in_flight(rank: int, world_size: int) -> dict[str, bytes]:
-    """Chunks are parameters, so the results are those of a plain loop, which has one bucket."""
-    sizes = [1024] * 26
-    spec = policy("topk:ratio=1/16,bits=8,chunk=1024")
-    model, sync, _ = attached(
-        Given(sizes), spec, True, {"bucket_cap_mb": 0.003}, collective=Collective(algorithm="gather")
-    )
-    other, other_sync, finish = attached(Given(sizes), spec, False, collective=Collective(algorithm="gather"))
-    for step in range(10):
-        given = gradients(other, rank, step)
-        model.zero_grad()
-        other.zero_grad()
-        model(given).backward()
-        other(given).backward()
-        finish()
-        assert_same(grad_bits(model), grad_bits(other), f"gradients of step {step}")
-        assert_same(sync_bits(sync), sync_bits(other_sync), f"residuals of step {step}")
-    assert len(sync.state_dict()["layout"]) >= 20
-    assert len(other_sync.state_dict()["layout"]) == 1
-    return grad_bits(model)
-
-
 def test_an_inf_on_one_rank_is_skipped_by_all(ranks: RankPool) -> None:
-    for spec in SPECS.values():
-        ranks.run(skip_not_finite, 3, *spec, True)
+    for name in ("sharded", "quantize"):  # between threads there are more
+        ranks.run(skip_not_finite, 3, *SPECS[name], True)
 
 
 def fail_in_backward(rank: int, world_size: int, breaks_at: int) -> None:
@@ -269,11 +227,8 @@ def the_warning_for_adam_on_sparse_gradients(rank: int, world_size: int) -> None
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in range(3):
-                bystander.step()
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
+            bystander.step()
+            train(model, optimizer, rank, 0, 3)
         found = [str(warning.message) for warning in caught]
         assert len(found) == count, (spec, kind, found)
         assert all("thinwire.AdamW" in text and kind in text for text in found)
@@ -287,16 +242,15 @@ def what_attach_cannot_do_is_refused(rank: int, world_size: int) -> None:
         thinwire.attach(make_net(), "none")
     for spec, options, word in (
         ("nonsense:ratio=1", {}, "nonsense"), ("topk:ratio=2", {}, "ratio"), (5, {}, "expected"),
-        ("none", {"collective": {"shard_compressor": "nonsense"}}, "nonsense"),
-        (TOPK, {"collective": {"algorithm": "nonsense"}}, "nonsense"),
-        (TOPK, {"collective": {"timeout": -1}}, "-1"), (TOPK, {"collective": {"max_bytes": -1}}, "-1"),
-        (TOPK, {"group": 5}, "5"),
-        (TOPK, {"grad_scaler": 5}, "grad_scaler"), (policy(TOPK, exclude=["embedding.*"]), {}, "fits no parameter"),
+        (TOPK, {"group": 5}, "5"), (TOPK, {"grad_scaler": 5}, "grad_scaler"),
+        (policy(TOPK, exclude=["embedding.*"]), {}, "fits no parameter"),
         (policy(TOPK, overrides={"head": "none"}), {}, "fits no parameter"),
     ):  # fmt: skip
         with raises(ValueError, word):
-            made = {key: Collective(**given) if key == "collective" else given for key, given in options.items()}
-            thinwire.attach(make(), spec, **made)
+            thinwire.attach(make(), spec, **options)
+    for wrong in ({"shard_compressor": "nonsense"}, {"algorithm": "nonsense"}, {"timeout": -1}, {"max_bytes": -1}):
+        with raises(ValueError, str(*wrong.values())):
+            thinwire.attach(make(), TOPK, collective=Collective(**wrong))
     with raises(ValueError, "fits no parameter"):
         thinwire.SGD(make_net(), compressor=policy(TOPK, exclude=["embedding.*"]))
     ddp = make()
@@ -307,72 +261,49 @@ def what_attach_cannot_do_is_refused(rank: int, world_size: int) -> None:
         thinwire.AdamW(ddp, compressor=policy(TOPK))
 
 
-class Words(nn.Module):
-    """An embedding whose gradient is sparse, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.layer(self.embedding(words)).square().mean()
-
-
 def a_sparse_gradient_is_refused_before_ddp_gets_a_hook(rank: int, world_size: int) -> None:
-    ddp = DistributedDataParallel(Words())
-    for make in (lambda: thinwire.attach(ddp, "none"), lambda: thinwire.AdamW(ddp), lambda: thinwire.SGD(ddp)):
-        with raises(ValueError, "'embedding.weight'", "sparse=False"):
-            make()
-    for _ in range(3):  # DDP works as before
+    def step(ddp: Any) -> None:
         ddp.zero_grad()
-        ddp(torch.tensor([1, 2, 3])).backward()
-    assert ddp.module.embedding.weight.grad.is_sparse
-    ignoring = Words()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["embedding.weight"])
+        ddp(torch.tensor([1, 2, 3])).sum().backward()
+
+    def words() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1))
+
+    ddp = DistributedDataParallel(words())
+    for make in (lambda: thinwire.attach(ddp, "none"), lambda: thinwire.AdamW(ddp), lambda: thinwire.SGD(ddp)):
+        with raises(ValueError, "'0.weight'", "sparse=False"):
+            make()
+    step(ddp)  # DDP works as before
+    assert ddp.module[0].weight.grad.is_sparse
+    ignoring = words()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["0.weight"])
     ddp = DistributedDataParallel(ignoring)
     thinwire.attach(ddp, "none")
-    ddp(torch.tensor([1, 2, 3])).backward()
+    step(ddp)
 
 
-DIFFERENT = [
-    [policy(TOPK), policy("quantize:bits=8")],
-    [policy(TOPK), policy("none")],
-    [policy(TOPK), policy(TOPK), policy("topk:ratio=1/8,bits=4,chunk=512")],
-    [policy(TOPK), policy(TOPK, min_numel=3000)],
-    [policy(TOPK, warmup=[(3, "none")]), policy(TOPK)],
-]
-
-
-def disagree(rank: int, world_size: int, specs: list[Any], ddp: bool) -> str:
-    model, _, finish = attached(make_net(), specs[rank % len(specs)], ddp)
-    try:
+def disagree(rank: int, world_size: int, specs: list[Any]) -> str:
+    model, *_ = attached(make_net(), specs[rank % len(specs)], True)
+    with pytest.raises(thinwire.CollectiveError) as caught:
         loss_of(model, rank, 0).backward()
-        finish()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return str(caught.value)
 
 
-def test_ranks_that_disagree_fail_at_once(ranks: RankPool) -> None:
-    """The ratios and the warm-up differ in a plain loop, the others under DDP."""
-    for number, specs in enumerate(DIFFERENT):
-        found = ranks.run(disagree, 3, specs, number not in (2, 4), timeout=12)  # else a rank waits in vain
-        assert all("rank" in text for text in found), (number, found)
-        assert any("differ" in text or "compressor" in text or "spec" in text for text in found), (number, found)
+@pytest.mark.parametrize("other", [policy("quantize:bits=8"), policy("none"), policy(TOPK, min_numel=3000)], ids=str)
+def test_ranks_that_disagree_fail_at_once(ranks: RankPool, other: thinwire.Policy) -> None:
+    found = ranks.run(disagree, 3, [policy(TOPK), other], timeout=12)  # else a rank waits in vain
+    assert all("rank" in text for text in found), found
+    assert any("differ" in text or "compressor" in text or "spec" in text for text in found), found
 
 
-@pytest.mark.parametrize(
-    ("scene", "world_size"),
-    [
-        (four_micro_batches_are_one_big_batch, 2),
-        (several_models_in_one_process, 3),
-        (more_than_20_buckets_in_flight, 4),
-        (the_warning_for_adam_on_sparse_gradients, 1),
-        (a_sparse_gradient_is_refused_before_ddp_gets_a_hook, 2),
-        (what_attach_cannot_do_is_refused, 1),
-    ],
-    ids=lambda given: getattr(given, "__name__", ""),
-)
-def test_scenes(ranks: RankPool, scene: Any, world_size: int) -> None:
+SCENES = {
+    four_micro_batches_are_one_big_batch: 2, several_models_in_one_process: 3,
+    the_warning_for_adam_on_sparse_gradients: 1, a_sparse_gradient_is_refused_before_ddp_gets_a_hook: 2,
+    what_attach_cannot_do_is_refused: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_scenes(ranks: RankPool, scene: Any) -> None:
     """What all ranks return is the same."""
-    assert identical(ranks.run(scene, world_size))
+    assert identical(ranks.run(scene, SCENES[scene]))

@@ -8,7 +8,7 @@ import torch
 import thinwire
 from support.cases import DTYPES
 from support.oracle import bytes_of
-from thinwire.kernels.layout import QuantizeLayout, TopKLayout, residual_dtype, topk_record
+from thinwire.kernels.layout import QuantizeLayout, TopKLayout
 
 CUTTABLE = {
     "topk:ratio=1/64,bits=2": 4096,
@@ -49,16 +49,6 @@ def test_parts_cover_everything_once() -> None:
         assert (elements, nbytes) == (numel, layout.nbytes)
 
 
-def test_a_record_s_fields_follow_each_other() -> None:
-    for bits, n in product((1, 2, 4, 8, 16, 32), (1, 2, 16, 17, 4095, 4096, 25_000_000)):
-        for k in {1, max(1, n // 64), max(1, n // 3), n}:
-            record = topk_record(n, k, bits)
-            assert record.codes_at == {1: 2, 32: 0}.get(bits, 4)
-            assert record.low_at == record.codes_at + (k * bits + 7) // 8
-            assert record.high_at == record.low_at + (k * record.low_bits + 7) // 8
-            assert record.nbytes == record.high_at + (k + ((n - 1) >> record.low_bits) + 7) // 8
-
-
 def test_what_does_not_pay_is_dense() -> None:
     """Never larger than dense, and never a compressed payload of the same size either."""
     specs = (*CUTTABLE, "topk:ratio=1,bits=32", "randomk:ratio=1", "randomk:ratio=1/64")
@@ -67,8 +57,3 @@ def test_what_does_not_pay_is_dense() -> None:
         assert compressor.nbytes(numel, dtype) <= dense
         is_dense = type(compressor.layout(numel, dtype)).__name__ == "DenseLayout"
         assert is_dense == (compressor.nbytes(numel, dtype) == dense)
-
-
-def test_residual_dtype() -> None:
-    assert residual_dtype(torch.float64) == torch.float64
-    assert {residual_dtype(dtype) for dtype in DTYPES if dtype != torch.float64} == {torch.float32}

@@ -5,8 +5,10 @@ import os
 import re
 import signal
 import time
+import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,15 +25,14 @@ PATIENCE = 6.0
 
 
 class Plan(NamedTuple):
-    """What one rank does.
+    """What one rank does."""
 
-    joins_after   a newcomer, which asks to join when the others have taken so many steps; None for a founder.
-    dies          (phase, steps): killed in this phase, once that many local steps were taken.
-    leaves_after  leaves after so many steps.
-    """
-
+    dies: str = ""
+    """The phase in which it is killed."""
+    at: int = 0
+    """How many local steps must have been taken before that."""
     joins_after: int | None = None
-    dies: tuple[str, int] | None = None
+    """A newcomer, which asks to join when the others have taken so many steps; None for a founder."""
     leaves_after: int | None = None
 
 
@@ -56,9 +57,43 @@ PHASES: dict[str, tuple[str, str, str]] = {
     "when it is decided": ("group", "decide", "after"),
     "in a roll call": ("group", "call_roll", "before"),
     "after a roll call": ("group", "call_roll", "after"),
-    "when it hands over": ("membership", "hand_over", "before"),
+    "when it hands over": ("membership", "_gather", "before"),
+    "when it has asked": ("group", "wait_for_admission", "before"),
+    "when it is admitted": ("group", "call_roll", "before"),
+    "before it gets the weights": ("group", "call_roll", "after"),
 }
 """Where a rank is killed: before or after a call."""
+
+
+class Scene(NamedTuple):
+    """Ranks that train together until `steps` local steps were taken, in rounds of 4."""
+
+    steps: int
+    plans: list[Plan]
+    options: dict[str, Any]
+
+
+SCENES = {
+    "phases of a round": Scene(28, [
+        Plan(), Plan("in a local step", 4), Plan("before it sends", 12), Plan("when it has sent", 16),
+        Plan("when it has received", 20), Plan(),
+    ], {}),
+    "phases of a decision": Scene(24, [
+        Plan("when it is decided", 8), Plan("when all have a receipt", 4), Plan("in a roll call", 4),
+        Plan("after a roll call", 12), Plan(), Plan(),
+    ], {}),
+    "between buckets": Scene(16, [Plan(), Plan("before it sends", 12), Plan()], {}),
+    "fragments": Scene(24, [Plan(), Plan("in a local step", 9), Plan()], {"fragments": 2, "delay": 2}),
+    "newcomers": Scene(80, [
+        Plan(), Plan(), Plan("when it has asked", joins_after=5), Plan("when it is admitted", joins_after=5),
+        Plan("before it gets the weights", joins_after=5), Plan(joins_after=5),
+    ], {}),
+    "hand over": Scene(80, [Plan("when it hands over", 9), Plan(), Plan(), Plan(joins_after=9)], {}),
+    "leave and come back": Scene(60, [Plan(), Plan(leaves_after=9), Plan(), Plan(joins_after=16)], {}),
+}  # fmt: skip
+ROLES = [(name, number) for name, scene in SCENES.items() for number in range(len(scene.plans))]
+"""Of each process, when all scenes run at once."""
+SCENES["host of the store"] = Scene(24, [Plan("in a local step", 9), Plan(), Plan()], {})
 
 
 def wait_between_buckets(sync: Any, is_due: Callable[[], bool]) -> None:
@@ -69,8 +104,7 @@ def wait_between_buckets(sync: Any, is_due: Callable[[], bool]) -> None:
         send(bucket, last=last)
         deadline = time.monotonic() + 30
         while is_due() and not waited and sync._step.flights and time.monotonic() < deadline:
-            if any(flight.failure is not None for flight in sync._step.flights):
-                waited.append(True)
+            waited.extend(True for flight in sync._step.flights if flight.failure is not None)
             time.sleep(0.01)
 
     sync.send = send_and_wait
@@ -98,38 +132,43 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
-def take_part(rank: int, world_size: int, plans: list[Plan], steps: int, options: dict[str, Any]) -> Ended:
-    """Train as one rank of the plan, until `steps` local steps were taken."""
-    plan, store = plans[rank], dist.distributed_c10d._get_default_store()
-    waits_at = options.pop("waits_at", None)
-    if waits_at is not None:
+def take_part(rank: int, world_size: int, roles: list[tuple[str, int]]) -> Ended | str:
+    """Train by the plan of this process; return what came out of it, or the traceback of an error."""
+    name, number = roles[rank]
+    try:
+        return train(name, number)
+    except Exception:
+        return f"rank {number} of {name!r}: {traceback.format_exc()}"
+
+
+def train(name: str, number: int) -> Ended:
+    (steps, plans, options), store = SCENES[name], dist.distributed_c10d._get_default_store()
+    plan, has_waits = plans[number], name == "between buckets"
+    if has_waits:
         buckets.BUCKET_BYTES = 1 << 14  # so that there are several; the processes of this test are used by no other
-    founders = [number for number, each in enumerate(plans) if each.joins_after is None]
     model = network(with_buffers=False)
-    if plan.joins_after is None:
-        group = thinwire.ElasticGroup(store, rank=rank, size=len(founders), patience=PATIENCE, timeout=60)
-    else:
-        wait_for(store, f"reached/{plan.joins_after}")
-        group = thinwire.ElasticGroup(store, patience=PATIENCE, timeout=60)
-        if plan.dies == ("when it has asked", 0):
-            die()
-        if plan.dies == ("when it is admitted", 0):
-            kill_at(group, "call_roll", "before", lambda: True)
-        if plan.dies == ("before it gets the weights", 0):
-            kill_at(group, "call_roll", "after", lambda: True)
+    if plan.joins_after is not None:
+        store.wait([f"{name}/{plan.joins_after}"], timedelta(seconds=60))
+    place = (
+        {"rank": number, "size": sum(each.joins_after is None for each in plans)} if plan.joins_after is None else {}
+    )
+    group = thinwire.ElasticGroup(store, name=name, patience=PATIENCE, timeout=60, **place)
+    owners: dict[str, Any] = {"group": group}
+    owner, method, when = PHASES.get(plan.dies, ("nobody", "", ""))
+
+    def is_due() -> bool:
+        return "optimizer" not in owners or owners["optimizer"].steps >= plan.at
+
+    if owner == "group":
+        kill_at(group, method, when, is_due)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = thinwire.LocalSteps(adamw(model), group=group, model=model, **{"every": 4, **options})
-        membership: Any = optimizer._membership
-        owners = {"optimizer": optimizer, "sync": optimizer.sync, "group": group, "membership": membership}
-        if plan.dies is not None and plan.dies[0] in PHASES:
-            (owner, name, when), at = PHASES[plan.dies[0]], plan.dies[1]
-            kill_at(
-                owners[owner], name, when,
-                lambda: optimizer.steps >= at and (owner != "membership" or membership._newcomers),
-            )  # fmt: skip
-        if waits_at is not None and plan.dies is None:
-            wait_between_buckets(optimizer.sync, lambda: optimizer.steps >= waits_at)
+        optimizer = thinwire.LocalSteps(adamw(model), group=group, model=model, every=4, **options)
+        owners |= {"optimizer": optimizer, "sync": optimizer.sync, "membership": optimizer._membership}
+        if owner in ("optimizer", "sync", "membership"):
+            kill_at(owners[owner], method, when, is_due)
+        if has_waits and not plan.dies:
+            wait_between_buckets(optimizer.sync, lambda: optimizer.steps >= 12)
         digests: dict[int, str] = {}
         while optimizer.steps < steps and not optimizer.has_left:
             loss = loss_of(model, optimizer.steps, group.number)
@@ -142,7 +181,7 @@ def take_part(rank: int, world_size: int, plans: list[Plan], steps: int, options
             optimizer.step()
             if optimizer.steps % optimizer.every == 0:
                 digests[optimizer.steps] = digest(model)
-            store.set(f"reached/{optimizer.steps}", "yes")
+            store.set(f"{name}/{optimizer.steps}", "yes")
             if any(each.joins_after is not None for each in plans):
                 time.sleep(0.02)  # so that newcomers are there before the training ends
     return Ended(
@@ -151,122 +190,80 @@ def take_part(rank: int, world_size: int, plans: list[Plan], steps: int, options
     )  # fmt: skip
 
 
-def wait_for(store: Any, key: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no {key} within {seconds:g} s")
-        time.sleep(0.01)
+Results = Callable[[str], list[Ended]]
 
 
-def lose_the_store(rank: int, world_size: int) -> str:
-    """Train until rank 0, which hosts the store, dies. Return the error."""
-    group = thinwire.ElasticGroup(
-        dist.distributed_c10d._get_default_store(), rank=rank, size=world_size, patience=PATIENCE, timeout=60
-    )
-    model = network(with_buffers=False)
-    optimizer = thinwire.LocalSteps(adamw(model), 4, group=group, model=model)
-    try:
-        while True:
-            optimizer.zero_grad()
-            loss_of(model, optimizer.steps, rank).backward()
-            if rank == 0 and optimizer.steps == 9:
-                die()
-            optimizer.step()
-    except thinwire.CollectiveError as error:
-        return str(error)
+@pytest.fixture(scope="module")
+def ended(ranks: RankPool) -> Results:
+    """The results of a scene's ranks that did not die. All scenes run at once: most of their time they wait for signs
+    of life."""
+    lost = [rank for rank, (name, number) in enumerate(ROLES) if SCENES[name].plans[number].dies]
+    results = ranks.run(take_part, len(ROLES), ROLES, lost=lost, timeout=150)
 
+    def of_scene(name: str) -> list[Ended]:
+        alive = [one for (of, _), one in zip(ROLES, results, strict=True) if of == name and one is not LOST]
+        assert not [one for one in alive if isinstance(one, str)], "\n".join(map(str, alive))
+        if "delay" not in SCENES[name].options:
+            seen = {pair for one in alive for pair in one.digests.items()}
+            assert len(seen) == len({step for step, _ in seen}), f"replicas must be the same after a round: {seen}"
+            assert len(seen) == len({weights for _, weights in seen}), "it learns"
+        return alive
 
-def run(pool: RankPool, plans: list[Plan], steps: int, **options: Any) -> list[Ended]:
-    """The results of those that did not die. Replicas must be the same after every round."""
-    lost = [number for number, plan in enumerate(plans) if plan.dies is not None]
-    results = pool.run(take_part, len(plans), plans, steps, options, lost=lost, timeout=150)
-    alive = [result for result in results if result is not LOST]
-    digests: dict[int, set[str]] = {}
-    for result in alive:
-        for step, found in result.digests.items():
-            digests.setdefault(step, set()).add(found)
-    assert all(len(found) == 1 for found in digests.values()), digests
-    assert len(set().union(*digests.values())) == len(digests)  # and it learns
-    return alive
+    return of_scene
 
 
 class TestDeath:
-    def test_in_every_phase_of_a_round(self, ranks: RankPool) -> None:
+    def test_in_every_phase_of_a_round(self, ended: Results) -> None:
         """Rank by rank, each in another phase; the last two finish, with all rounds."""
-        phases = ["in a local step", "before it sends", "when it has sent", "when it has received"]
-        plans = [Plan(), *(Plan(dies=(phase, 4 + 4 * index)) for index, phase in enumerate(phases)), Plan()]
-        first, last = run(ranks, plans, 28)
+        first, last = ended("phases of a round")
         assert first.members == last.members == (0, 5)
         assert first.rounds == last.rounds == 7
         for number in (1, 2, 3, 4):
             assert any(f"rank {number} is lost" in event for event in first.events)
             assert any(re.search(rf"ranks? [\d, ]*\b{number}\b.* lost, and with it", text) for text in first.warned)
 
-    def test_in_every_phase_of_a_decision(self, ranks: RankPool) -> None:
+    def test_in_every_phase_of_a_decision(self, ended: Results) -> None:
         """The first member too, since the store lives elsewhere; and one while the others call the roll."""
-        plans = [
-            Plan(dies=("when it is decided", 8)),
-            Plan(dies=("when all have a receipt", 4)),
-            Plan(dies=("in a roll call", 4)),
-            Plan(dies=("after a roll call", 12)),
-            Plan(),
-            Plan(),
-        ]
-        first, last = run(ranks, plans, 24)
+        first, last = ended("phases of a decision")
         assert first.members == last.members == (4, 5)
         assert first.rounds == 6
 
-    def test_two_at_once(self, ranks: RankPool) -> None:
-        phase = ("when it has sent", 8)
-        first, last = run(ranks, [Plan(), Plan(dies=phase), Plan(dies=phase), Plan()], 16)
-        assert first.members == last.members == (0, 3)
-
-    def test_before_the_others_have_sent_everything(self, ranks: RankPool) -> None:
+    def test_before_the_others_have_sent_everything(self, ended: Results) -> None:
         """They learn of it with their second bucket, when the first one has failed."""
-        first, last = run(ranks, [Plan(), Plan(dies=("before it sends", 12)), Plan()], 16, waits_at=12)
+        first, last = ended("between buckets")
         assert first.members == last.members == (0, 2)
         assert first.rounds == 4
 
-    def test_while_training_goes_on(self, ranks: RankPool) -> None:
-        """With fragments under way, whose local steps stay; weights are compared when they are common."""
-        plans = [Plan(), Plan(dies=("in a local step", 9)), Plan()]
-        lost = ranks.run(take_part, 3, plans, 24, {"every": 4, "fragments": 2, "delay": 2}, lost=[1], timeout=150)
-        assert lost[0].members == lost[2].members == (0, 2)
-        assert lost[0].rounds == lost[2].rounds
+    def test_while_training_goes_on(self, ended: Results) -> None:
+        """With fragments under way, whose local steps stay, so that weights are never all common."""
+        first, last = ended("fragments")
+        assert first.members == last.members == (0, 2)
+        assert first.rounds == last.rounds
 
     def test_the_host_of_the_store(self, ranks: RankPool) -> None:
-        errors = ranks.run(lose_the_store, 3, store="rank0", lost=[0], timeout=150)
-        for error in errors[1:]:
-            assert "the store of the group 'default' does not answer" in error
+        roles = [("host of the store", number) for number in range(3)]
+        for error in ranks.run(take_part, 3, roles, store="rank0", lost=[0], timeout=150)[1:]:
+            assert "PeerError: the store of the group 'host of the store' does not answer" in error
             assert "from a checkpoint" in error
 
 
 class TestJoin:
-    def test_newcomers_some_of_which_die_on_the_way(self, ranks: RankPool) -> None:
-        plans = [
-            Plan(),
-            Plan(),
-            Plan(joins_after=5, dies=("when it has asked", 0)),
-            Plan(joins_after=5, dies=("when it is admitted", 0)),
-            Plan(joins_after=5, dies=("before it gets the weights", 0)),
-            Plan(joins_after=5),
-        ]
-        results = run(ranks, plans, 80)
+    def test_newcomers_some_of_which_die_on_the_way(self, ended: Results) -> None:
+        results = ended("newcomers")
         assert [result.number for result in results[:2]] == [0, 1]
         assert results[2].number >= 2
         assert {result.members for result in results} == {(0, 1, results[2].number)}
         assert len(results[2].digests) < results[2].rounds == 20  # it came later, and counts the rounds before
         assert results[2].lr == results[0].lr
 
-    def test_the_one_that_hands_over_dies(self, ranks: RankPool) -> None:
+    def test_the_one_that_hands_over_dies(self, ended: Results) -> None:
         """The newcomer asks once more, and gets the next number."""
-        results = run(ranks, [Plan(dies=("when it hands over", 9)), Plan(), Plan(), Plan(joins_after=9)], 80)
+        results = ended("hand over")
         assert {result.members for result in results} == {(1, 2, 4)}
         assert [result.number for result in results] == [1, 2, 4]
 
-    def test_leave_and_come_back(self, ranks: RankPool) -> None:
-        results = run(ranks, [Plan(), Plan(leaves_after=9), Plan(), Plan(joins_after=16)], 60)
+    def test_leave_and_come_back(self, ended: Results) -> None:
+        results = ended("leave and come back")
         assert results[1].has_left
         assert max(results[1].digests) == 12  # it took part in the round that ended after it wanted to leave
         assert results[0].members == results[2].members == results[3].members == (0, 2, 3)

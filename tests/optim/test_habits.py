@@ -9,16 +9,9 @@ from torch import nn
 
 import thinwire
 from support.optimizers import OPTIONS, make
-from support.training import TOPK, assert_same, identical, loss_of, make_net, optimizer_bits, policy, take, weight_bits
+from support.training import TOPK, identical, loss_of, make_net, policy, train, weight_bits
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
-
-
-def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int, scheduler: Any = None) -> None:
-    for step in range(first, last):
-        take(optimizer, loss_of(model, rank, step))
-        if scheduler is not None:
-            scheduler.step()
 
 
 def test_options_that_only_select_an_implementation_are_taken() -> None:
@@ -49,30 +42,24 @@ def test_options_that_change_the_result_are_refused() -> None:
 
 
 def test_arguments_have_torchs_order() -> None:
-    model = make_net()
-    sgd = thinwire.SGD(model.parameters(), 0.1, 0.9, 0, 1e-4, True)
-    adamw = thinwire.AdamW(model.parameters(), 0.1, (0.8, 0.9), 1e-7, 0.2, False)
-    names = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}
-    assert {name: sgd.param_groups[0][name] for name in names} == names
-    names = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.2}
-    assert {name: adamw.param_groups[0][name] for name in names} == names
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    sgd = thinwire.SGD(make_net().parameters(), 0.1, 0.9, 0, 1e-4, True)
+    adamw = thinwire.AdamW(make_net().parameters(), 0.1, (0.8, 0.9), 1e-7, 0.2, False)
+    for made, names in (
+        (sgd, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}),
+        (adamw, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.2}),
+    ):
+        assert {name: made.param_groups[0][name] for name in names} == names
 
 
 def test_one_process_without_a_group_is_torchs_optimizer() -> None:
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {})
-    ]  # fmt: skip
-    for kind, options in cases:
+    cases: dict[str, dict[str, Any]] = {"AdamW": {"weight_decay": 0.1}, "SGD": {"momentum": 0.9, "nesterov": True}}
+    for kind, options in cases.items():
         ends = []
         for library in (torch.optim, thinwire):
             model = make_net()
             optimizer = getattr(library, kind)(model.named_parameters(), lr=1e-2, **options)
             train(model, optimizer, 0, 0, 20)
-            ends.append(flat(model))
+            ends.append(nn.utils.parameters_to_vector(model.parameters()))
         torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
         again = getattr(thinwire, kind)(make_net(), **options)
         again.load_state_dict(optimizer.state_dict())
@@ -92,32 +79,6 @@ def test_a_complex_parameter_is_named() -> None:
     sync = thinwire.Synchronizer("quantize:bits=8")
     with pytest.raises(ValueError, match="'phase' is complex"):
         sync.register_parameters(model.named_parameters())
-
-
-def freeze(group: LocalGroup) -> dict[str, bytes]:
-    """A frozen parameter has no moments, and none after a resume; it may be trained from then on."""
-    ends = []
-    for resumes in (False, True):
-        model = make_net()
-        model[2].requires_grad_(False)
-        optimizer = make("SGD", model, group=group, warmup_steps=2)
-        train(model, optimizer, group.rank, 0, 4)
-        if resumes:
-            state = optimizer.state_dict()
-            optimizer = make("SGD", model, group=group, warmup_steps=2)
-            optimizer.load_state_dict(state)
-        train(model, optimizer, group.rank, 4, 6)
-        assert_same(weight_bits(model[2]), weight_bits(make_net()[2]), "frozen weights")
-        model[2].requires_grad_(True)
-        train(model, optimizer, group.rank, 6, 9)
-        assert weight_bits(model[2]) != weight_bits(make_net()[2])
-        ends.append(optimizer_bits(optimizer))
-    assert_same(*ends, "with and without a resume")
-    return weight_bits(model)
-
-
-def test_a_frozen_parameter_is_resumed_and_may_be_trained_later() -> None:
-    assert identical(run_threads(freeze, 2))  # for AdamW, which counts steps, see test_unfrozen.py
 
 
 def compile_some(group: LocalGroup) -> None:
@@ -146,31 +107,6 @@ def compile_some(group: LocalGroup) -> None:
 
 def test_a_model_may_be_compiled_on_one_side_of_a_resume() -> None:
     run_threads(compile_some, 2)
-
-
-def cycle(group: LocalGroup, kind: str) -> dict[str, bytes]:
-    """OneCycleLR sets momentum too; while gradients are sent the run is torch's, and replicas stay alike after it."""
-    ends, name = [], "betas" if kind == "AdamW" else "momentum"
-    for library in (torch.optim, thinwire):
-        model = make_net()
-        if library is thinwire:
-            optimizer = make(kind, model, group=group, warmup_steps=6, warmup="none")
-        else:
-            optimizer = getattr(library, kind)(model.parameters(), **OPTIONS[kind])
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
-        start = optimizer.param_groups[0][name]
-        train(model, optimizer, 0, 0, 6, scheduler)
-        assert optimizer.param_groups[0][name] != start
-        ends.append(flat(model))
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
-    train(model, optimizer, group.rank, 6, 12, scheduler)
-    return weight_bits(model)
-
-
-@pytest.mark.filterwarnings("ignore:gradients are the same on all ranks")
-def test_a_schedule_that_changes_momentum() -> None:
-    for kind in OPTIONS:
-        assert identical(run_threads(cycle, 2, kind)), kind
 
 
 def reset_gradients(group: LocalGroup) -> None:
@@ -238,9 +174,6 @@ def test_rank_0_is_warned_if_it_saves_alone() -> None:
         (message,) = warned(before, "rank 0", "nobody", "rank 0")
         assert "rank 0 called state_dict(), and rank 1 did not" in message, before
         assert "consolidate_state_dict()" in message
-
-
-def test_nobody_is_warned_of_complete_states() -> None:
     assert warned("all", "all", "nobody", "consolidated", "all", "consolidated") == []
 
 

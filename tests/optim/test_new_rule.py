@@ -29,7 +29,7 @@ from support.training import (
 from thinwire.collectives import LocalGroup
 from thinwire.optim.adamw import AdamRule
 from thinwire.optim.base import CompressedOptimizer
-from thinwire.optim.rule import Piece, Rule
+from thinwire.optim.rule import Piece, Rule, sent_rate
 from thinwire.testing import RankPool
 
 TOPK = policy("topk:ratio=1/8,bits=4,chunk=512", warmup=[(2, "quantize:bits=8")])
@@ -63,7 +63,7 @@ class SignRule(Rule):
             raise ValueError(f"momentum {group['momentum']}, expected 0 to below 1")
 
     def numbers(self, family: Any, group: Any) -> dict[str, Any]:
-        return {"momentum": group["momentum"], "rate": group["lr"] / group["reference_lr"]}
+        return {"momentum": group["momentum"], "rate": sent_rate(group)}
 
     def update(self, slice_: Any, moments: Any, factor: float, **numbers: Any) -> SignUpdate:
         return SignUpdate(moments[0], factor=factor, **numbers)

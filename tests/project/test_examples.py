@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -92,16 +91,15 @@ def test_examples_of_frameworks_learn_and_go_on(package: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_resume_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    first, again = (torchrun("resume.py", ranks, str(tmp_path)) for ranks in (2, 3))
-    assert "steps 1 to 100" in first
-    assert "steps 101 to 200" in again
-    losses = [float(re.findall(r"loss ([\d.]+)", text)[0]) for text in (first, again)]
-    assert losses[0] > losses[1], losses
+    printed = "".join(torchrun("resume.py", ranks, str(tmp_path)) for ranks in (2, 3))
+    assert re.search(r"steps 1 to 100\b.*steps 101 to 200\b", printed, re.DOTALL), printed
+    first, again = re.findall(r"loss ([\d.]+)", printed)
+    assert float(first) > float(again), printed
 
 
 def test_examples_are_short_that_of_tests_passes_and_the_code_of_the_readme_runs(tmp_path: Path) -> None:
-    lines = run_script(ROOT / "examples" / "testing.py").splitlines()
-    assert [line.endswith(" passed") for line in lines] == [True] * 3, lines
+    printed = run_script(ROOT / "examples" / "testing.py")
+    assert len(re.findall(r" passed$", printed, re.MULTILINE)) == 3, printed
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60, f"{path.name} is too long for an example"
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -114,24 +112,22 @@ def test_examples_are_short_that_of_tests_passes_and_the_code_of_the_readme_runs
 def test_commands_in_the_readme_run(tmp_path: Path) -> None:
     """In an empty folder, one after the other; the first is what `make demo` runs, and must learn and save bytes.
 
-    With namespaces no other test sends on the interfaces that are counted.
+    Its links are ten times as fast here, since the dense training does little else than wait for them. With namespaces
+    no other test sends on the interfaces that are counted.
     """
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     commands = [line for block in blocks for line in block.splitlines()]
     demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n")[1].strip()
     assert demo == f"$(BIN)/{commands[0]}"
+    assert "--link 100mbit " in commands[0]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    outputs = []
-    for command in commands:
-        done = subprocess.run(
-            command.split(), capture_output=True, text=True, timeout=240, cwd=tmp_path, env={**os.environ, "PATH": path}
-        )
-        assert done.returncode == 0, (command, done.stderr)
-        outputs.append(done.stdout)
-    lines = re.findall(r"^\w+: 200 steps .* accuracy ([\d.]+)%, ([\d,.]+) MB sent", outputs[0], re.MULTILINE)
-    assert len(lines) == 2, outputs[0]
-    assert all(float(accuracy) >= 97 for accuracy, _ in lines), outputs[0]
+    printed, *_ = [
+        finish(*command.replace(" 100mbit ", " 1gbit ").split(), cwd=tmp_path, PATH=path) for command in commands
+    ]
+    lines = re.findall(r"^\w+: 200 steps .* accuracy ([\d.]+)%, ([\d,.]+) MB sent", printed, re.MULTILINE)
+    assert len(lines) == 2, printed
+    assert all(float(accuracy) >= 97 for accuracy, _ in lines), printed
     ours, dense = (float(text.replace(",", "")) for _, text in lines)
-    assert dense > 50 * ours, outputs[0]
-    assert re.search(r"^Compared with dense training: [\d.]+x as fast, [\d.]+ % of the bytes", outputs[0], re.MULTILINE)
+    assert dense > 50 * ours, printed
+    assert re.search(r"^Compared with dense training: [\d.]+x as fast, [\d.]+ % of the bytes", printed, re.MULTILINE)
     assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -34,20 +34,16 @@ def files_of(wheel: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel; beside it lies the sdist."""
     folder = tmp_path_factory.mktemp("dist")
     build(ROOT, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
-    (found,) = built.glob("*.whl")
+    (found,) = folder.glob("*.whl")
     return found
 
 
-def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
-    sources = ROOT / "src"
+def test_the_wheel_has_the_library_and_nothing_else_and_says_what_it_is(wheel: Path) -> None:
+    sources, folder = ROOT / "src", f"thinwire-{thinwire.__version__}.dist-info"
     written = {
         path.relative_to(sources).as_posix()
         for path in (sources / "thinwire").rglob("*")
@@ -56,14 +52,9 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
     files = files_of(wheel)
     assert {name for name in files if ".dist-info/" not in name} == written
     assert files >= {f"thinwire/{name}" for name in DATA}
-    about = f"thinwire-{thinwire.__version__}.dist-info"
-    assert files >= {f"{about}/licenses/{name}" for name in LICENSES}
-    assert f"{about}/entry_points.txt" in files
-
-
-def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+    assert files >= {f"{folder}/entry_points.txt", *(f"{folder}/licenses/{name}" for name in LICENSES)}
     with zipfile.ZipFile(wheel) as archive:
-        about = Parser().parsestr(archive.read(f"thinwire-{thinwire.__version__}.dist-info/METADATA").decode())
+        about = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
     assert about["Version"] == thinwire.__version__
     assert about["License-Expression"] == "MIT AND BSD-3-Clause AND CC-BY-4.0"
     assert "Typing :: Typed" in (about.get_all("Classifier") or [])
@@ -73,8 +64,8 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert f"\n## {thinwire.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_sdist_makes_the_same_wheel(built: Path, wheel: Path, tmp_path: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
+def test_the_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    (sdist,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     source = tmp_path / sdist.name.removesuffix(".tar.gz")
@@ -88,8 +79,7 @@ def test_the_sdist_makes_the_same_wheel(built: Path, wheel: Path, tmp_path: Path
 def last_step(folder: Path) -> int:
     """The last step of the only run in a folder."""
     (path,) = folder.glob("runs/*/metrics.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["step"] for line in lines if line.get("kind") == "step"][-1]
+    return max(line["step"] for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "step")
 
 
 def test_it_trains_where_it_was_installed(wheel: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from support.cases import DTYPES
 from support.framing import FORGERIES, Fields, take_apart
 from support.samples import SMALL, accept_or_refuse, sample
 
-FRAMES, DECODED = 20_000, 50
+FRAMES, DECODED = 10_000, 50
 """Frames in a case, and how many accepted ones come before one that is decoded by every backend, too."""
 
 

@@ -4,30 +4,76 @@ A moment is so many seconds after all ranks have begun, and a signal comes from 
 that moment is up to the machine. Everything else is the same when a case is repeated.
 """
 
+import hashlib
+import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from soak.campaign import Tried, ranks
 from support.hostile_calls import flip_bits
 from support.ports import ports_of_this_process
 from support.signals import Moments, signal_me
-from support.strangers import bother
-from support.training import differing, identical
-from support.training_loop import METHODS, Training
+from support.training import (
+    SEVERAL,
+    TOPK,
+    differing,
+    identical,
+    loss_of,
+    make_net,
+    optimizer_bits,
+    policy,
+    sync_bits,
+    weight_bits,
+)
 from thinwire.testing import LOST, NotFinite, inject, store_barrier
 from thinwire.testing.pool import Workers
 from thinwire.tools.links.relay import Relay
 
-FIRST, STEPS = 3, 40
+METHODS = ("adamw gather", "adamw sharded", "adamw auto", "sgd gather", "attach gather", "attach sharded")
+FIRST, STEPS = 3, 20
 """Steps before anything happens: DDP has its final buckets then, and the warm-up is over. And those of a case."""
 LIMIT, LATE = 60.0, 4.0
 """Seconds until a wait fails, and those that a rank may be late where ranks are stopped for longer."""
+
+
+class Training:
+    """A model of four layers between the ranks of a group, trained by one of METHODS."""
+
+    def __init__(self, rank: int, method: str, timeout: float = 60.0) -> None:
+        name, algorithm = method.split()
+        options: dict[str, Any] = {"collective": thinwire.Collective(algorithm=algorithm, timeout=timeout)}
+        self.model, self.rank, self.ours = DistributedDataParallel(make_net(), **SEVERAL), rank, name != "attach"
+        if self.ours:
+            kind = {"adamw": thinwire.AdamW, "sgd": thinwire.SGD}[name]
+            self.optimizer: Any = kind(self.model, lr=1e-2, compressor=policy(TOPK), warmup_steps=1, **options)
+            self.sync = self.optimizer.sync
+        else:
+            self.sync = thinwire.attach(self.model, policy(TOPK), **options)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def take(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, self.rank, step).backward()
+        if self.ours or self.sync.finite:  # torch's own would apply NaN
+            self.optimizer.step()
+
+    def bits(self) -> dict[str, bytes]:
+        """Return all that a step may change. A residual of zeros is none: the first step makes them."""
+        found = optimizer_bits(self.optimizer) if self.ours else weight_bits(self.model) | sync_bits(self.sync)
+        return {name: bits for name, bits in found.items() if any(bits)}
+
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(weight_bits(self.model).values())).hexdigest()[:16]
 
 
 def begin(rank: int, method: str, timeout: float) -> Training:
@@ -109,7 +155,7 @@ def stop(draw: Random) -> Tried:
     victim, is_long = draw.randrange(world), draw.random() < 0.1
     pauses = [2 * LATE] if is_long else [draw.uniform(0.01, 0.8) for _ in range(draw.randint(1, 3))]
     moments = [each for pause in pauses for each in ((draw.uniform(0, 0.1), "STOP"), (pause, "CONT"))]
-    args = (method, *((LATE, 10**6) if is_long else (LIMIT, STEPS)), victim, moments)
+    args = (method, *((LATE, 10**6) if is_long else (LIMIT, 2 * STEPS)), victim, moments)
     steps = check(dict(enumerate(ranks().run(train, world, *args, timeout=2 * LIMIT))), victim if is_long else None)
     what = f"{method}, {world} ranks: rank {victim} stopped for {', '.join(f'{pause:.2f}' for pause in pauses)} s"
     return Tried(f"{what}, {steps} steps", {"stops": len(pauses), "steps": steps})
@@ -173,7 +219,7 @@ def meet_not_finite(rank: int, world_size: int, method: str, faults: list[NotFin
 
 def nan(draw: Random) -> Tried:
     """NaN or Inf on some ranks: the step changes nothing, and the next ones are as if it had not been."""
-    world, method, void = draw.randint(2, 4), draw.choice(METHODS), 8
+    world, method, void = draw.randint(2, 4), draw.choice(METHODS), 4
     faults = [
         NotFinite(rank, step, float(draw.choice(["nan", "inf", "-inf"])), draw.randrange(10), draw.randrange(8))
         for step in draw.sample(range(FIRST, STEPS), void)  # before, owners hand their residuals on to other buckets
@@ -182,6 +228,32 @@ def nan(draw: Random) -> Tried:
     found = [digests for each in (faults, []) for digests in ranks().run(meet_not_finite, world, method, each)]
     assert identical(found), "ranks, or runs with and without void steps, differ"
     return Tried(f"{method}, {world} ranks: {void} void steps", {"void steps": void, "steps": 2 * STEPS + void})
+
+
+def garbage(draw: Random) -> bytes:
+    """Return noise, the greeting of another protocol, a length without end, a query of the store, or nothing."""
+    noise, number = draw.randbytes(draw.randrange(1, 3000)), struct.pack("<Q", draw.choice([1, 1 << 40, 1 << 62]))
+    others = (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01" + noise, b"\xff" * len(noise), b"")
+    return draw.choice((noise, number + noise, bytes([draw.randrange(20)]) + number, *others))
+
+
+def bother(draw: Random, ports: list[int], ended: threading.Event, made: list[int]) -> None:
+    """Connect again and again, at most 500 times; some connections stay open, some are closed, some are reset."""
+    kept = []
+    while not ended.wait(0.002) and len(made) < 500:
+        with suppress(OSError):
+            connection = socket.create_connection(("127.0.0.1", draw.choice(ports)), timeout=5)
+            made.append(connection.fileno())
+            connection.sendall(garbage(draw))
+            fate = draw.choice(("open", "closed", "reset"))
+            if fate == "open":
+                kept.append(connection)
+                continue
+            if fate == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+    for connection in kept:
+        connection.close()
 
 
 def train_bothered(rank: int, world_size: int, method: str, seed: str) -> tuple[int, list[list[str]]]:

@@ -35,7 +35,7 @@ def temporary() -> "tempfile.TemporaryDirectory[str]":
 
 
 @cache
-def whole(world: int, optimizer: str, compressor: str = FEW.compressor) -> Path:
+def whole(world: int, optimizer: str, compressor: str) -> Path:
     """Return the folder of a run that nothing happened to. It is kept until this process ends."""
     folder = temporary()
     atexit.register(folder.cleanup)
@@ -48,7 +48,7 @@ def go_on(world: int, cwd: Path, optimizer: str) -> None:
     """Resume the run as the command would, and compare its end with that of a run that never stopped."""
     ended = train(ranks(), world, defaults(["--resume", "auto", "--out", str(cwd / RUN)]), cwd)
     assert ended.finished, ended
-    runs.assert_same_weights(cwd / RUN, whole(world, optimizer))
+    runs.assert_same_weights(cwd / RUN, whole(world, optimizer, FEW.compressor))
     assert logged_steps(cwd / RUN) == list(range(1, STEPS + 1))
     assert not list((cwd / RUN / "checkpoints").glob(".*")), "something half written is left"
 

@@ -3,8 +3,6 @@
 Two ranks train under DDP, over gloo, on the CPU. After a few steps everything that is made once has been made. Then one
 step is traced, on the thread of the caller and on that of the wire: which files of thinwire run, and which of its
 classes are instantiated.
-
-    PYTHONPATH=tests python -m support.bucket_path
 """
 
 import sys
@@ -18,7 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.testing import RankPool
 
 LIBRARY = Path(thinwire.__file__).parent
 ARITHMETIC = ("compressors", "kernels")
@@ -79,17 +76,3 @@ def traced_step(rank: int, world_size: int) -> BucketPath:
     tracer.remove()
     files = sorted(file for file in tracer.files if Path(file).parts[0] not in ARITHMETIC)
     return BucketPath(tuple(files), tuple(sorted(tracer.classes)))
-
-
-def measure() -> BucketPath:
-    """Return what a bucket of rank 0 passes."""
-    with RankPool() as pool:
-        return pool.run(traced_step, 2)[0]
-
-
-if __name__ == "__main__":
-    path = measure()
-    for heading, names in (("files", path.files), ("classes of objects", path.classes)):
-        print(f"{len(names)} {heading}")
-        for name in names:
-            print(f"  {name}")

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m support.budget
 
 It prints a table, and ends with exit status 1 if something weighs more than it may. The path of a bucket is measured by
-tests/project/test_weight_budget.py, since it needs two ranks.
+tests/project/test_rules.py, since it needs two ranks.
 """
 
 import ast

@@ -9,18 +9,18 @@ its imports is the same in both, down to the server of ranks that multiprocessin
 """
 
 import contextlib
-import json
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from multiprocessing import Pipe, util
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,28 +42,25 @@ import importlib
 sys.exit(importlib.import_module({program!r}).main())
 """
 
+spawn: Any = util.spawnv_passfds
+
 
 class Copy:
     """A copy that runs a program: what tests use of subprocess.Popen. It leads a session of its own."""
 
-    def __init__(self, loaded: "Loaded", pid: int) -> None:
-        self.pid, self._loaded = pid, loaded
+    def __init__(self, line: Connection) -> None:
+        assert line.poll(120), "no copy was made within 120 s"
+        self._line, self.pid = line, line.recv()
+        self.returncode: int | None = None
 
-    @property
-    def returncode(self) -> int | None:
-        return self._loaded.codes.get(self.pid)
-
-    def poll(self) -> int | None:
-        self._loaded.listen(0.0)
+    def poll(self, seconds: float = 0.0) -> int | None:
+        if self.returncode is None and self._line.poll(max(0.0, seconds)):
+            self.returncode = self._line.recv()
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise subprocess.TimeoutExpired("a copy of a loaded process", timeout)
-            self._loaded.listen(left)
+        if (code := self.poll(timeout)) is None:
+            raise subprocess.TimeoutExpired("a copy of a loaded process", timeout)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -89,19 +86,13 @@ class Loaded:
     """
 
     def __init__(self, imports: str, **environment: str) -> None:
-        self.codes: dict[int, int] = {}
-        """Exit codes of the copies that have ended, as in subprocess."""
         paths = filter(None, [TESTS, os.environ.get("PYTHONPATH")])
         self._environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.loaded", imports],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        self._unread = b""
-        self._started: list[int] = []
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.loaded", imports], env=self._environment, stdin=theirs
+            )
 
     def start(
         self,
@@ -115,20 +106,12 @@ class Loaded:
         """Run `code` as the main module of a copy; its output goes to files."""
         for path in (out, err):
             open(path, "ab").close()  # it is there for the caller at once
-        request = {
-            "code": textwrap.dedent(code),
-            "arguments": arguments,
-            "out": str(Path(out).absolute()),
-            "err": str(Path(err).absolute()),
-            "cwd": str(Path(cwd).absolute()),
-            "environment": self._environment if environment is None else environment,
-        }
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        deadline = time.monotonic() + 120
-        while not self._started:
-            assert time.monotonic() < deadline, "no copy was made within 120 s"
-            self.listen(deadline - time.monotonic())
-        return Copy(self, self._started.pop())
+        out, err, cwd = (str(Path(path).absolute()) for path in (out, err, cwd))
+        line, theirs = Pipe()
+        with theirs:
+            socket.send_fds(self._control, [b"."], [theirs.fileno()])
+        line.send((textwrap.dedent(code), arguments, out, err, cwd, environment or self._environment))
+        return Copy(line)
 
     def run(self, code: str, *, time_limit: float = 120) -> str:
         """What `code` prints in a copy; fails with its output if it fails."""
@@ -139,26 +122,13 @@ class Loaded:
         assert status == 0, f"exit code {status}\n{text}"
         return text.strip()
 
-    def listen(self, seconds: float) -> None:
-        """Read what this process says of its copies, for which it may be waited."""
-        if not select.select([self._process.stdout], [], [], max(0.0, seconds))[0]:
-            return
-        piece = self._process.stdout.read(65536)
-        assert piece, "the process of which copies are made has ended"
-        *lines, self._unread = (self._unread + piece).split(b"\n")
-        for line in lines:
-            pid, code = json.loads(line)
-            if code is None:
-                self._started.append(pid)
-            else:
-                self.codes[pid] = code
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        self._control.close()
 
 
 @cache
@@ -180,9 +150,9 @@ def start_command(
     return _loaded().start(code, *words, out=out, err=err, cwd=cwd, environment=environment or dict(os.environ))
 
 
-def start_main(module: str, *, out: Path | str, err: Path | str) -> Copy:
-    """`main()` of a module of `support`; its output goes to files."""
-    return _loaded().start(f"from support.{module} import main; main()", out=out, err=err)
+def start_function(module: str, name: str, *, out: Path | str, err: Path | str) -> Copy:
+    """A function of a module of `support`; its output goes to files."""
+    return _loaded().start(f"from support.{module} import {name}; {name}()", out=out, err=err)
 
 
 def run_command(
@@ -229,54 +199,47 @@ def run_script(path: Path, *arguments: str, ranks: int = 0, timeout: float = 240
         return out.read()
 
 
-def _serve(requests: int, answers: int) -> dict[str, Any]:
-    """Make a copy for each request. Return in the copies, with the request; the process itself ends here."""
-    waking, woken = os.pipe()
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(woken)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    unread = b""
+def _serve(control: socket.socket) -> tuple[Any, ...]:
+    """Make two copies for each request. One returns with the request, the other one waits for the end of the first.
+
+    The process itself ends here, when the one that asks has ended.
+    """
     while True:
-        ready = select.select([requests, waking], [], [])[0]
-        if waking in ready:
-            os.read(waking, 4096)
-            with contextlib.suppress(ChildProcessError):
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    _answer(answers, ended[0], os.waitstatus_to_exitcode(ended[1]))
-        if requests not in ready:
-            continue
-        piece = os.read(requests, 65536)
-        if not piece:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+        _, ends, _, _ = socket.recv_fds(control, 1, 1)
+        if not ends:
             os._exit(0)
-        *lines, unread = (unread + piece).split(b"\n")
-        for line in lines:
-            pid = os.fork()
-            if not pid:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for end in (waking, woken, requests, answers):
-                    os.close(end)
-                request: dict[str, Any] = json.loads(line)
-                return request
-            _answer(answers, pid, None)
+        if os.fork():
+            os.close(ends[0])
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        line = Connection(ends[0])
+        request: tuple[Any, ...] = line.recv()
+        pid = os.fork()
+        if not pid:
+            line.close()
+            control.detach()  # its number is that of the input, which stays open
+            return request
+        with contextlib.suppress(OSError):
+            line.send(pid)
+            line.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os._exit(0)
 
 
-def _answer(answers: int, pid: int, code: int | None) -> None:
-    os.write(answers, json.dumps([pid, code]).encode() + b"\n")
-
-
-def _become(request: dict[str, Any]) -> None:
+def _become(arguments: Sequence[str], out: str, err: str, cwd: str, environment: dict[str, str]) -> None:
     """What subprocess and a new interpreter do before the program begins."""
     os.setsid()
-    os.chdir(request["cwd"])
+    os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream, path in ((1, request["out"]), (2, request["err"])):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.environ.update(environment)
+    for stream, opened in (
+        (0, os.open(os.devnull, os.O_RDONLY)),
+        (1, os.open(out, os.O_WRONLY | os.O_APPEND)),
+        (2, os.open(err, os.O_WRONLY | os.O_APPEND)),
+    ):
         os.dup2(opened, stream)
         os.close(opened)
-    sys.argv = [str(Path(sys.executable).with_name("thinwire")), *request["arguments"]]
+    sys.argv = [str(Path(sys.executable).with_name("thinwire")), *arguments]
 
 
 def _start_server_of_ranks(path: Any, given: Sequence[Any], kept: Sequence[int]) -> int:
@@ -286,7 +249,7 @@ def _start_server_of_ranks(path: Any, given: Sequence[Any], kept: Sequence[int])
     """
     code = str(given[-1])
     if "forkserver" not in code:
-        return int(_spawn(path, given, kept))
+        return spawn(path, given, kept)
     pid = os.fork()
     if pid:
         return pid
@@ -303,30 +266,22 @@ def _start_server_of_ranks(path: Any, given: Sequence[Any], kept: Sequence[int])
         os._exit(1)
 
 
-def _spawn(path: Any, given: Sequence[Any], kept: Sequence[int]) -> Any:
-    return _spawnv_passfds(path, given, kept)
-
-
 if __name__ == "__main__":
     import atexit
     import gc
     import threading
     import traceback
     import types
-    from multiprocessing import util
 
     exec(sys.argv[1])
     gc.freeze()
-    # Nothing may be written by accident to the pipe that the answers go through.
-    reading, writing = os.dup(0), os.dup(1)
-    os.dup2(2, 1)
-    wanted = _serve(reading, writing)
-    _become(wanted)
-    _spawnv_passfds, util.spawnv_passfds = util.spawnv_passfds, _start_server_of_ranks
+    code, *wanted = _serve(socket.socket(fileno=0))
+    _become(*wanted)
+    util.spawnv_passfds = _start_server_of_ranks
     main, status = types.ModuleType("__main__"), 0
     sys.modules["__main__"] = main
     try:
-        exec(compile(wanted["code"], "<string>", "exec"), vars(main))
+        exec(compile(code, "<string>", "exec"), vars(main))
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

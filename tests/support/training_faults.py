@@ -127,24 +127,6 @@ class StopInStep:
 
 
 @dataclass(frozen=True)
-class KilledWhileWriting:
-    """All processes are killed when half of rank 1's file of the checkpoint of `step` is written."""
-
-    step: int
-
-    def install(self, patch: Patch) -> None:
-        sync = os.fsync
-
-        def sync_half(file: int) -> None:
-            if f"{self.step:08}.partial/.rank1.pt." in os.readlink(f"/proc/self/fd/{file}"):
-                os.truncate(file, os.fstat(file).st_size // 2)
-                os.killpg(0, signal.SIGKILL)
-            sync(file)
-
-        patch(os, "fsync", sync_half)
-
-
-@dataclass(frozen=True)
 class KilledBeside:
     """The process is killed right before or after it calls os.`name` for a path with `part` in it."""
 

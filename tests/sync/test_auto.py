@@ -2,6 +2,7 @@
 
 import json
 from math import nan
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,18 +82,16 @@ def test_trials_come_after_the_warm_up_and_after_ddp_has_its_buckets() -> None:
         assert trials.end == start + 2 * TURNS * STEPS
 
 
-class Clock:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Time that stands still until a test sets it."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def test_the_quicker_turn_of_dense_and_the_slower_one_of_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, trials = Clock(), trials_of(GRADIENTS)
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(auto, "time", clock)
+    return clock
+
+
+def test_the_quicker_turn_of_dense_and_the_slower_one_of_others_count(clock: Any) -> None:
+    trials = trials_of(GRADIENTS)
     turns = [1.0, 5.0, 3.0, 7.0]  # dense, 8 bits, dense, 8 bits
     for step in range(trials.end + 1):
         trials.begins(step)
@@ -102,9 +101,7 @@ def test_the_quicker_turn_of_dense_and_the_slower_one_of_others_count(monkeypatc
     assert trials.seconds() == [1.0, 7.0], "the first step of a turn does not count"
 
 
-def test_trials_that_were_saved_in_the_middle_end_with_the_same_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(auto, "time", clock)
+def test_trials_that_were_saved_in_the_middle_end_with_the_same_measurements(clock: Any) -> None:
     whole, resumed, half = trials_of(GRADIENTS), trials_of(GRADIENTS), BEFORE + TURNS * STEPS
     for step in range(whole.end + 1):
         if step == half:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_consolidate import Run
 
 import thinwire
 from soak.files import change_value
+from support.run import Run
 from support.training import loss_of, make_net, read, written
 from thinwire import Collective
 from thinwire.collectives import LocalGroup
@@ -107,14 +107,14 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 def load_changed(group: LocalGroup, kind: str) -> None:
     """What is wrong anywhere is refused when it is loaded, not in the next step."""
-    run = Run(0, kind=kind, group=group, **OPTIMIZERS[kind])
+    run = Run(0, kind, group=group, **OPTIMIZERS[kind])
     run.train(0, 5)
     state, refused = read(written(run.owner.state_dict())), 0
     for number in range(60):
         draw = Random(f"{kind} {number}")
         part = change_value(draw, state["thinwire"]), change_value(draw, state["param_groups"])
         changed = {**state, "thinwire": part[0]} if draw.random() < 0.5 else {**state, "param_groups": part[1]}
-        other = Run(0, kind=kind, group=group, **OPTIMIZERS[kind])
+        other = Run(0, kind, group=group, **OPTIMIZERS[kind])
         try:
             other.owner.load_state_dict(changed)
         except ValueError:
@@ -151,20 +151,17 @@ def test_states_of_torchs_optimizer_are_checked(kind: str) -> None:
     check_saved(optimizer.state_dict(), optimizer)
     moment = "exp_avg" if kind == "AdamW" else "momentum_buffer"
     wide = torch.zeros(1).expand(10**11)
+    good = optimizer.state_dict()
+    first, (group,) = good["state"][0], good["param_groups"]
+    less = {name: value for name, value in first.items() if name != moment}
+    broken: list[tuple[Any, str]] = [({**good, "state": {0: less}}, "a moment of parameter 0 is missing")]
     for value in (torch.zeros(3), wide, "words", None, torch.zeros(model[0].weight.shape, dtype=torch.int64)):
-        state = optimizer.state_dict()
-        state["state"] = {**state["state"], 0: {**state["state"][0], moment: value}}
-        with pytest.raises(DamagedError, match=f"{moment} of parameter 0 has another form"):
+        state = {**good["state"], 0: {**first, moment: value}}
+        broken.append(({**good, "state": state}, f"{moment} of parameter 0 has another form"))
+    for setting in ({"maximize": True}, {"betas": None}, {"momentum": 2.0}, {"params": [0]}):
+        broken.append(({**good, "param_groups": [{**group, **setting}]}, "other settings"))
+    for state in (None, [], {"state": 3, "param_groups": []}, {"state": {}, "param_groups": 7}):
+        broken.append((state, "damaged"))
+    for state, words in broken:
+        with pytest.raises(DamagedError, match=words):
             check_saved(state, optimizer)
-    state = optimizer.state_dict()
-    state["state"] = {0: {name: value for name, value in state["state"][0].items() if name != moment}}
-    with pytest.raises(DamagedError, match="a moment of parameter 0 is missing"):
-        check_saved(state, optimizer)
-    for name, value in (("maximize", True), ("betas", None), ("momentum", 2.0), ("params", [0])):
-        state = optimizer.state_dict()
-        state["param_groups"][0][name] = value
-        with pytest.raises(DamagedError, match="other settings"):
-            check_saved(state, optimizer)
-    for broken in (None, [], {"state": 3, "param_groups": []}, {"state": {}, "param_groups": 7}):
-        with pytest.raises(DamagedError, match="damaged"):
-            check_saved(broken, optimizer)

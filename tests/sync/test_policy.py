@@ -27,15 +27,12 @@ def test_small_ones_go_by_their_own_compressor_whatever_else_is_said() -> None:
     assert isinstance(Policy(FINAL, min_numel=0).compressor_of("b", 1, 0), TopK)
 
 
-def test_small_ones_go_dense_where_nothing_is_compressed() -> None:
+def test_small_ones_go_dense_where_nothing_is_compressed_or_they_are_excluded() -> None:
     policy = Policy(FINAL, warmup=[(1, "none"), (1, "quantize:bits=8")])
     kinds = [type(policy.compressor_of("b", 10, step)) for step in range(3)]
     assert kinds == [NoCompression, Quantize, Quantize]
     assert isinstance(Policy("none").compressor_of("b", 10, 0), NoCompression)
     assert isinstance(Policy("none", overrides={"w": FINAL}).compressor_of("b", 10, 0), Quantize)
-
-
-def test_small_ones_that_are_excluded_go_dense() -> None:
     for policy in (Policy(FINAL, exclude=["b"]), Policy(FINAL, include=["w"]), Policy(FINAL, overrides={"b": "none"})):
         assert policy.is_excluded("b")
         assert not policy.is_small("b", 10)
@@ -65,7 +62,7 @@ def test_the_first_pattern_of_layers_counts() -> None:
         assert spec_at(policy, 0, name) == spec
 
 
-def test_warm_up_phases() -> None:
+def test_warm_up_phases_and_a_dense_one_is_dense_in_all_parameters() -> None:
     policy = Policy(FINAL, warmup=[(2, "none"), (3, "quantize:bits=8"), *ramp(FINAL, 4, "1/16")])
     found = [spec_at(policy, step) for step in range(11)]
     expected = ["none"] * 2 + ["quantize:bits=8"] * 3 + ["topk:ratio=1/16"] * 2 + ["topk:ratio=1/32"] * 2
@@ -73,9 +70,6 @@ def test_warm_up_phases() -> None:
     assert policy.warmup_steps == 9
     assert [policy.phase(step) for step in (0, 1, 2, 4, 5, 8, 9, 10**9)] == [0, 0, 1, 1, 2, 3, 4, 4]
     assert [policy.way(step).is_dense for step in (0, 1, 2, 9)] == [True, True, False, False]
-
-
-def test_dense_means_all_of_it() -> None:
     assert Policy("none").way(0).is_dense
     assert not Policy("none", overrides={"x": FINAL}).way(0).is_dense
     assert not Policy(FINAL, overrides={"*": "none"}).way(0).is_dense
@@ -98,9 +92,6 @@ def test_wrong_values_are_refused_in_words() -> None:
         for value in values:
             with pytest.raises(ValueError, match=r"expected|nonsense|known"):
                 pytest.fail(f"{name} {value}: {Policy(**{'compressor': FINAL, name: value})}")
-
-
-def test_adapt_every_is_gone_and_the_error_names_overrides() -> None:
     with pytest.raises(ValueError, match=r"adapt_every=10 .*overrides"):
         Policy(FINAL, adapt_every=10)  # type: ignore[arg-type]
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from support.by_threads import by_threads
 from thinwire import Policy, Synchronizer
 from thinwire.collectives import LocalGroup
 from thinwire.collectives.handle import Report, Span
 from thinwire.sync.statistics import SyncStats
-from thinwire.testing import run_threads
 
 
 def operation(ended: float, *spans: Span) -> Any:
@@ -43,8 +43,9 @@ def test_what_is_waited_for(operations: Any, encode: float, decode: float, updat
         assert stats.seconds == {"encode": 3.5, "exchange": 5.0, "decode": 0.5, "update": 1.5}
 
 
-def warm_up(group: LocalGroup) -> tuple[list[int], SyncStats]:
-    """(the bytes of each step, the statistics) of two steps of a warm-up and three others."""
+@by_threads(2)
+def test_the_steps_after_the_warm_up_have_a_reduction_of_their_own(group: LocalGroup) -> None:
+    """Two steps of a warm-up and three others."""
     layer = torch.nn.Linear(100, 100)
     sync = Synchronizer(Policy("topk:ratio=1/64,bits=2", warmup=[(2, "quantize:bits=8")]), group=group)
     each = []
@@ -55,32 +56,24 @@ def warm_up(group: LocalGroup) -> tuple[list[int], SyncStats]:
         each.append(sync.stats.last_bytes_sent)
         if step == 1:
             assert sync.stats.reduction_after_warmup == 1.0
-    return each, sync.stats
+    stats, dense = sync.stats, sync.stats.bytes_dense / 5
+    assert stats.reduction == pytest.approx(5 * dense / sum(each))
+    assert stats.reduction_after_warmup == pytest.approx(3 * dense / sum(each[2:]))
+    assert stats.reduction_after_warmup > 2 * stats.reduction > 4
+    assert (stats.bytes_inside_nodes, stats.reduction_between_nodes) == (0, stats.reduction)
 
 
-def test_the_steps_after_the_warm_up_have_a_reduction_of_their_own() -> None:
-    for each, stats in run_threads(warm_up, 2):
-        dense = stats.bytes_dense / 5
-        assert stats.reduction == pytest.approx(5 * dense / sum(each))
-        assert stats.reduction_after_warmup == pytest.approx(3 * dense / sum(each[2:]))
-        assert stats.reduction_after_warmup > 2 * stats.reduction > 4
-        assert (stats.bytes_inside_nodes, stats.reduction_between_nodes) == (0, stats.reduction)
-
-
-def count_dense(group: LocalGroup) -> SyncStats:
+@by_threads(4)
+def test_dense_bytes_are_those_of_a_ring_and_a_real_step_has_all_parts(group: LocalGroup) -> None:
+    """Of n bytes, each of P ranks sends 2 n (P - 1) / P."""
     layer = torch.nn.Linear(100, 100)
     layer(torch.ones(100) * group.rank).sum().backward()
     sync = Synchronizer("topk:ratio=1/16,bits=2", group=group)
     sync.all_reduce_gradients(layer)
-    return sync.stats
-
-
-def test_dense_bytes_are_those_of_a_ring_and_a_real_step_has_all_parts() -> None:
-    """Of n bytes, each of P ranks sends 2 n (P - 1) / P."""
-    for stats in run_threads(count_dense, 4):
-        assert stats.bytes_dense == 2 * 4 * 10_100 * 3 // 4
-        assert stats.reduction == stats.bytes_dense / stats.bytes_sent
-        assert set(stats.blocked) == {"encode", "decode", "update", "exchange"}
-        assert all(seconds >= 0 for seconds in stats.blocked.values())
-        assert stats.seconds.keys() >= {"encode", "decode"}
-        assert stats.seconds["encode"] > 0
+    stats = sync.stats
+    assert stats.bytes_dense == 2 * 4 * 10_100 * 3 // 4
+    assert stats.reduction == stats.bytes_dense / stats.bytes_sent
+    assert set(stats.blocked) == {"encode", "decode", "update", "exchange"}
+    assert all(seconds >= 0 for seconds in stats.blocked.values())
+    assert stats.seconds.keys() >= {"encode", "decode"}
+    assert stats.seconds["encode"] > 0

@@ -1,15 +1,13 @@
 """Faults happen on their rank at their step, and nowhere else; one that could not happen is an error."""
 
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.damaged_payload import DamagedPayload
+from support.damage import DamagedPayload
 from thinwire.collectives import LocalGroup
 from thinwire.collectives.transport.link import GlooLink
 from thinwire.testing import (
@@ -98,12 +96,6 @@ def test_a_fault_that_cannot_happen_is_an_error() -> None:
         run_threads(work, 1)
 
 
-def test_faults_can_be_sent_to_other_processes() -> None:
-    faults = [RaiseError(1, 2, KeyError("x")), Kill(0, 1), Stop(0, 1, 2.0), NotFinite(1, 1), DamagedPayload(1, 1)]
-    again = pickle.loads(pickle.dumps(faults))
-    assert [(type(one), one.rank, one.step) for one in again] == [(type(one), one.rank, one.step) for one in faults]
-
-
 def train_process(rank: int, world_size: int, faults: list[Fault]) -> list[Any]:
     return train(None, rank, faults)
 
@@ -133,19 +125,3 @@ def test_a_damaged_payload_is_refused_by_its_receiver_and_one_that_is_not_sent_i
         assert (one[2:], other[-1]) == (["PeerError"], "PeerError"), peer
         assert len(other) in ((3,) if peer is None else (3, 4))
     ranks.run(send_little, 2)
-
-
-def train_ddp(rank: int, world_size: int, faults: list[Fault]) -> list[bool]:
-    model = DistributedDataParallel(nn.Linear(64, 4))
-    sync = thinwire.attach(model, SPEC)
-    found = []
-    for step in range(3):
-        with inject(faults, step, parameters=model.parameters()):
-            model.zero_grad()
-            model(torch.full((1, 64), 1.0 + rank)).sum().backward()
-        found.append(bool(sync.finite))
-    return found
-
-
-def test_not_finite_under_ddp(ranks: RankPool) -> None:
-    assert ranks.run(train_ddp, 2, [NotFinite(rank=1, step=1)]) == [[True, False, True]] * 2

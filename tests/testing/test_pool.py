@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.loaded import start_main
+from support.loaded import Copy, start_function
 from support.ports import listening
 from support.processes import living
 from thinwire.collectives.transport.records import Record, read_notice
@@ -248,9 +248,13 @@ def test_what_no_rank_wrote_is_no_record_and_no_notice() -> None:
     assert read_notice('{"message": "m", "ranks": [0], "kind": "PeerError"}') is not None
 
 
+def start_program(name: str, folder: Path) -> Copy:
+    return start_function("pool_programs", name, out=folder / "out", err=folder / "err")
+
+
 def test_a_signal_leaves_no_process_half_started(tmp_path: Path) -> None:
     """A thread of a library may take it, though the main thread has it blocked."""
-    with start_main("busy_start", out=tmp_path / "out", err=tmp_path / "err") as program:
+    with start_program("start_while_signals_come", tmp_path) as program:
         assert program.wait(120) == 0, (tmp_path / "err").read_text()
     assert (tmp_path / "out").read_text() == "stopped after 2\n"
 
@@ -265,7 +269,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, (tmp_path / "err").read_text()
             time.sleep(0.05)
 
-    with start_main("held_ranks", out=tmp_path / "out", err=tmp_path / "err") as program:
+    with start_program("hold_ranks", tmp_path) as program:
         wait_until(lambda: (tmp_path / "out").read_text().endswith("\n"))
         ids = {int(word) for word in (tmp_path / "out").read_text().split()}
         assert len(ids) == 4

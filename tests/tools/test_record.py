@@ -32,18 +32,10 @@ def test_what_is_written_is_read_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_damaged_records_are_refused(tmp_path: Path) -> None:
+    """More of them are in the tests of the report, which reads records."""
     path, good = tmp_path / "rows.jsonl", '{"kind": "conditions"}\n'
-    for text, message in {
-        f'{good}{{"kind": "row"': ":2: not a line of JSON",
-        "[1, 2]\n": ":1: expected an object with a kind",
-        '{"ms": 1}\n': ":1: expected an object with a kind",
-        f"{'[' * 100_000}\n": ":1: not a line of JSON",
-    }.items():
-        path.write_text(text)
+    for damage, message in ((b"\xff\xfe\n", ":2 is not text"), (b'{"kind": "row"', ":2: not a line of JSON")):
+        path.write_bytes(good.encode() + damage)
         with pytest.raises(ValueError, match=message):
             list(record.read_lines(path))
-    path.write_bytes(good.encode() + b"\xff\xfe\n")
-    with pytest.raises(ValueError, match=":2 is not text"):
-        list(record.read_lines(path))
-    path.write_text(f'{good}{{"kind": "row"')
     assert [line for _, line in record.read_lines(path, may_be_cut_off=True)] == [json.loads(good)]

@@ -3,10 +3,6 @@
 import pytest
 
 from thinwire.tools.units import (
-    format_bytes,
-    format_number,
-    format_rate,
-    format_seconds,
     parse_bytes,
     parse_count,
     parse_link,
@@ -68,14 +64,3 @@ def test_links_have_a_rate_and_may_have_a_round_trip_time() -> None:
     for text in ("fast,100ms", ",100ms", "100ms"):
         with pytest.raises(ValueError, match="expected bits per second"):
             parse_link(text)
-
-
-def test_numbers_for_a_person() -> None:
-    assert [format_seconds(value) for value in (3e-6, 0.0021, 0.5, 12.345, 1234.5)] == [
-        "3 µs", "2.1 ms", "500 ms", "12 s", "1,200 s",
-    ]  # fmt: skip
-    assert [format_bytes(value) for value in (0, 999, 123_456, 5e12)] == ["0", "1 kB", "120 kB", "5 TB"]
-    assert [format_number(value) for value in (0.0213, 1.0, 6.12, 12.3, 123_456)] == [
-        "0.021", "1.0", "6.1", "12", "120,000",
-    ]  # fmt: skip
-    assert format_rate(5e5) == "500 kbit/s"

@@ -20,52 +20,40 @@ from ..sync.buckets import Slice
 from ..sync.policy import DEFAULT, Policy, Spec
 from .base import CompressedOptimizer, policy_of
 from .families import Family
-from .guard import check_first, check_number, check_torch_options
+from .guard import check_betas, check_number, check_torch_options
 from .parameters import Params
-from .rule import Piece, Rule
+from .rule import Piece, Rule, sent_rate
 from .second_moment import SecondMoments
 
 
 class AdamW(CompressedOptimizer):
     """AdamW for slow networks: it exchanges compressed updates instead of gradients.
 
-    params            a DDP model (exchanges overlap with the backward pass), another module, or parameters or groups of
-                      them as for any optimizer. The DDP model of parameters is found; `ddp` names it if several models
-                      share them. Without DDP, `step` exchanges.
-    lr, betas, eps, weight_decay   as in torch. `betas` apply to everything that is sent as a gradient: the warm-up, and
-                      small and excluded tensors.
-    compressed_betas  the betas of compressed updates. beta1 is 0.5, not 0.9: error feedback delays an element, which
-                      acts as momentum by itself, and more momentum overshoots.
-    compressor        a spec, a `Compressor` or a `Policy` with all its rules. "default" is a top-k that keeps less of
-                      each rank with more ranks (`default_compressor`). "auto" chooses dense, 8 bits or top-k by the
-                      times of the first steps; `sync.choice` has the reason.
+    params            a DDP model, whose backward pass sends; another module; or parameters or groups of them, whose DDP
+                      model is found, or named by `ddp` if several share them. Without DDP, `step` exchanges.
+    lr, betas, eps, weight_decay   as in torch; betas are for gradients: the warm-up, small and excluded tensors.
+    compressed_betas  those of compressed updates. beta1 is lower: error feedback delays, as momentum does.
+    compressor        a spec, a `Compressor` or a `Policy` with all its rules. "default" is `default_compressor`; "auto"
+                      chooses dense, 8 bits or top-k by the times of the first steps, and `sync.choice` says why.
     warmup_steps      number of steps that send gradients, compressed by `warmup`, and do the same as torch's AdamW.
     refresh_every     number of steps between averages of the ranks' second moments; the first ones are at 16, 32, 64
-                      ... steps. 0: the second moment is frozen after the warm-up, which should then have 100 steps or
-                      more.
+                      ... 0: they are frozen after the warm-up, which should then have 100 steps or more.
     max_grad_norm     the gradient of each rank is clipped to this times the square root of the number of ranks.
-    grad_scaler       the `GradScaler` in use, if any.
-    group             as for `Synchronizer`.
-    collective        algorithm, memory and time-out of an exchange.
-    torch_options     foreach and fused, which select one of torch's implementations of the same step, have no effect;
-                      amsgrad, maximize, capturable and differentiable are accepted if they are off.
+    group, collective, grad_scaler   as for `Synchronizer`.
+    torch_options     foreach and fused have no effect; amsgrad, maximize, capturable and differentiable must be off.
 
-    In a process without a process group nothing is compressed, and each step is that of torch's AdamW.
+    Without a process group nothing is compressed, and each step is that of torch's AdamW. If a rank's gradient holds
+    NaN or Inf, or its square would be infinite, `step` changes nothing on any rank, and `skipped` counts it.
 
-    If any rank's gradient holds NaN or Inf, or is so large that its square would be infinite, `step` changes nothing on
-    any rank, and `skipped` counts the step.
-
-    >>> import torch, torch.distributed as dist
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> import torch
     >>> model = torch.nn.Linear(200, 100)
     >>> optimizer = AdamW(model, lr=1e-3)
     >>> for _ in range(20):
     ...     optimizer.zero_grad()
     ...     model(torch.randn(8, 200)).square().mean().backward()
-    ...     _ = optimizer.step()
+    ...     optimizer.step()
     >>> optimizer.sync.steps
     20
-    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -92,12 +80,11 @@ class AdamW(CompressedOptimizer):
         check_torch_options({"amsgrad": amsgrad, **torch_options})
         policy = policy_of(compressor, warmup_steps, warmup)
         rule = AdamRule(refresh_every, policy)
-        check_first(policy)
         adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        options: dict[str, Any] = {"group": group, "collective": collective, "grad_scaler": grad_scaler}
         defaults = {**adam, "compressed_betas": compressed_betas}
+        options: dict[str, Any] = {"group": group, "collective": collective, "grad_scaler": grad_scaler}
         super().__init__(params, defaults, rule, policy, ddp=ddp, max_grad_norm=max_grad_norm, **options)
-        self._seconds = rule.upkeep
+        self.refresh_every, self._seconds = refresh_every, rule.upkeep
 
     @property
     def second_moment_scale(self) -> dict[str, float]:
@@ -121,24 +108,19 @@ class AdamRule(Rule):
         for name in ("lr", "eps", "weight_decay"):
             check_number(name, group[name])
         for name in ("betas", "compressed_betas"):
-            if not isinstance(group[name], (tuple, list)) or len(group[name]) != 2:
-                raise ValueError(f"{name} {group[name]!r}, expected two numbers")
-            for number, beta in enumerate(group[name], start=1):
-                check_number(f"beta{number} of {name}", beta, below=1.0)
+            check_betas(name, group[name])
 
     def numbers(self, family: Family, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["compressed_betas"]
-        first, second = family.weights  # the update divides momentum by sqrt(v) * scale + floor, as Adam corrects it
+        (beta1, beta2), (first, second) = group["compressed_betas"], family.weights
         first = beta1 * first + 1 - beta1
-        # The largest part of Adam's update. A rank's could be larger if the second moment lags behind.
-        limit = self.parameters.sync.world_size * max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5)
         return {
             "beta1": beta1,
             "beta2": beta2 if self.upkeep.refresh_every else 1.0,
-            "scale": first / (second or 1.0) ** 0.5,
+            "scale": first / (second or 1.0) ** 0.5,  # Adam's corrections: momentum / (scale * sqrt(v) + floor)
             "floor": first * group["eps"],
-            "limit": float(limit),
-            "rate": float(group["lr"]) / float(group["reference_lr"]),
+            # Adam's largest update of all ranks; that of one could be larger, if its second moment lags behind.
+            "limit": float(self.parameters.sync.world_size * max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5)),
+            "rate": sent_rate(group),
         }
 
     def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float, **numbers: Any) -> AdamUpdate:
@@ -147,16 +129,15 @@ class AdamRule(Rule):
 
     def step_by_gradients(self, piece: Piece) -> None:
         m, v = (self.parameters.moments(kind, piece.names) for kind in self.moments)
-        settings = {name: piece.group[name] for name in ("betas", "eps", "weight_decay")}
+        settings = {name: piece.group[name] for name in self.settings if name != "lr"}
         step_by_gradients(piece.parameters, piece.tensors, m, v, steps=piece.steps, lr=piece.lr, **settings)
 
     def step_by_updates(self, piece: Piece) -> None:
-        step = kernels.adam(piece.parameters[0].device).step
-        step(piece.parameters, piece.tensors, keep=piece.keep, rates=piece.rates)
+        kernel = kernels.adam(piece.parameters[0].device)
+        kernel.step(piece.parameters, piece.tensors, keep=piece.keep, rates=piece.rates)
 
     def rate(self, group: Mapping[str, Any], name: str) -> float:
-        """Return the factor of an averaged update: it was divided by sqrt(v), and sqrt(c v) is correct."""
-        return float(group["reference_lr"] / self.upkeep.scales.get(name, 1.0) ** 0.5)
+        return float(group["reference_lr"] / self.upkeep.scales.get(name, 1.0) ** 0.5)  # of sqrt(c v), not sqrt(v)
 
     def to_updates(self, names: Collection[str]) -> None:
         self.upkeep.to_updates(names)

@@ -46,31 +46,22 @@ TOGETHER_BYTES = {"cuda": 100 << 20}
 class CompressedOptimizer(Optimizer):
     """Base class of `AdamW` and `SGD`.
 
-    rule    the rule of all parameters; or several by name, from which the option "rule" of a parameter group chooses.
-    policy  how parameters are sent, as `policy_of` makes it.
-    others  as for `AdamW`, and `Synchronizer`.
+    rule    that of all parameters; or several by name, from which the option "rule" of a parameter group chooses.
+    policy  how parameters are sent, as `policy_of` makes it. Other options are those of `AdamW` and `Synchronizer`.
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 
     def __init__(
-        self,
-        params: Params,
-        defaults: dict[str, Any],
-        rule: Rule | Mapping[str, Rule],
-        policy: Policy,
-        *,
-        ddp: DistributedDataParallel | None = None,
-        max_grad_norm: float | None = None,
-        **options: Any,
-    ) -> None:
+        self, params: Params, defaults: dict[str, Any], rule: Rule | Mapping[str, Rule], policy: Policy, *,
+        ddp: DistributedDataParallel | None = None, max_grad_norm: float | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         check_order(policy)
         self._rules, self._rule_of_group = rule if isinstance(rule, Mapping) else {"": rule}, list[Rule]()
         groups, ddp = find_parameters(params, ddp)
         super().__init__(groups, defaults)
         for group in self.param_groups:
-            # Updates are sent times lr / reference_lr, so that a residual keeps the lr of its step.
-            group["reference_lr"] = float(group["lr"]) or 1.0
+            group["reference_lr"] = float(group["lr"]) or 1.0  # see `sent_rate`
         self._is_alone = ddp is None and options.get("group") is None and not dist.is_initialized()
         if self._is_alone:
             options["group"], policy = group_of_one(), dense_policy(policy)
@@ -341,8 +332,7 @@ class CompressedOptimizer(Optimizer):
                 "torch.distributed.checkpoint, on all ranks"
             )
         self._gathered = None
-        device = next(p.device for _, p in self.named_parameters())
-        self._gathered = self.sync.gather(self.state_dict(), to, device)
+        self._gathered = self.sync.gather(self.state_dict(), to, self._parameters.device)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this.

@@ -93,9 +93,8 @@ class Families:
         if len(families) != len(weights) or family_of.keys() != self._groups.keys():
             raise DamagedError("families of a saved state do not fit its weights: the checkpoint is damaged")
         made = Families([])
-        made.all = [
-            Family(int(group), int(count), pair) for (group, count), pair in zip(families, weights, strict=True)
-        ]
+        pairs = zip(families, weights, strict=True)
+        made.all = [Family(int(group), int(count), weight) for (group, count), weight in pairs]
         if not all(0 <= family.steps < 2**63 and all(0 <= each <= 1 for each in family.weights) for family in made.all):
             raise DamagedError("numbers of steps that no training has in a saved state: the checkpoint is damaged")
         for name, number in family_of.items():
@@ -116,12 +115,9 @@ class MomentVectors(NamedVectors):
         super().__init__(parts)
         self._names = names
 
-    def slice(
-        self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        if names[0] not in self._names:  # a slice is of one family, and begins with a parameter
-            return torch.empty(0, dtype=dtype, device=device)
-        return super().slice(names, sizes, dtype, device)
+    def slice(self, names: Sequence[str | None], *args: Any, **others: Any) -> Tensor:
+        # A slice is of one family, and begins with a parameter.
+        return super().slice(names, *args, **others) if names[0] in self._names else torch.empty(0)
 
 
 class Parameters:
@@ -133,22 +129,14 @@ class Parameters:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        sync: Synchronizer,
-        families: Families,
-        *,
-        given: Mapping[str, Tensor],
-        tensors: Mapping[str, Tensor],
-        kinds: Sequence[Sequence[str]],
-    ) -> None:
+        self, optimizer: Optimizer, sync: Synchronizer, families: Families, *,
+        given: Mapping[str, Tensor], tensors: Mapping[str, Tensor], kinds: Sequence[Sequence[str]],
+    ) -> None:  # fmt: skip
         self._optimizer = weakref.ref(optimizer)  # whose `param_groups` torch replaces when it loads a state
         self.sync, self.families, self.given, self.tensors = sync, families, given, tensors
         self.absent: set[str] = set()  # those that take no part in the step under way
-        self._names: dict[str, set[str]] = {kind: set() for group in kinds for kind in group}
-        for name in given:
-            for kind in kinds[families.of(name).group]:
-                self._names[kind].add(name)
+        own = {name: kinds[families.of(name).group] for name in given}
+        self._names = {kind: {name for name in given if kind in own[name]} for each in kinds for kind in each}
         self._sent_as_gradients: dict[Way, set[str]] = {}
         self.load_moments({})
 

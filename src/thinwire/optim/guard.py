@@ -34,6 +34,14 @@ def check_number(name: str, given: float, *, below: float = _LARGEST) -> None:
         raise ValueError(f"{name} {given!r}, expected {expected}")
 
 
+def check_betas(name: str, given: Any) -> None:
+    """Raise ValueError unless these are two numbers from 0 to below 1."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"{name} {given!r}, expected two numbers")
+    for number, beta in enumerate(given, start=1):
+        check_number(f"beta{number} of {name}", beta, below=1.0)
+
+
 _REFUSED = {
     "amsgrad": "the largest second moment so far is not kept, since ranks average theirs only from time to time; leave "
     "it out",

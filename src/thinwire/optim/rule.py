@@ -119,7 +119,7 @@ class Rule:
         """Apply the averaged updates, and everything else that a step does to a parameter."""
 
     def rate(self, group: Mapping[str, Any], name: str) -> float:
-        """Return the factor of a parameter's averaged update; updates are sent times lr / reference_lr."""
+        """Return the factor of a parameter's averaged update, which has `sent_rate` in it."""
         return float(group["reference_lr"])
 
     def to_updates(self, names: Collection[str]) -> None:
@@ -127,3 +127,8 @@ class Rule:
 
     def to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
         """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
+
+
+def sent_rate(group: Mapping[str, Any]) -> float:
+    """Return the factor of updates that are sent. With it, what is not sent keeps the lr of its own step."""
+    return float(group["lr"]) / float(group["reference_lr"])

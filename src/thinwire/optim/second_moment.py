@@ -27,6 +27,7 @@ from ..sync.policy import DENSE, Policy
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
 from .families import Family
+from .guard import check_first
 from .rule import Upkeep
 
 _FIRST_REFRESH = 16
@@ -49,6 +50,7 @@ class SecondMoments(Upkeep):
     def __init__(self, refresh_every: int, policy: Policy) -> None:
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
+        check_first(policy)
         self.refresh_every = refresh_every
         self.scales: dict[str, float] = {}  # c, where second moments are those of this rank
         self._found: dict[str, float] = {}  # c as measured and smoothed, also of tensors that do not need it yet

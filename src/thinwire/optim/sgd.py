@@ -17,7 +17,7 @@ from .base import CompressedOptimizer, policy_of
 from .families import Family
 from .guard import check_number, check_torch_options
 from .parameters import Params
-from .rule import Piece, Rule
+from .rule import Piece, Rule, sent_rate
 
 _COMPRESSED_MOMENTUM = 0.5
 
@@ -90,7 +90,7 @@ class MomentumRule(Rule):
         return {
             "momentum": group["compressed_momentum"],
             "nesterov": group["nesterov"],
-            "rate": float(group["lr"]) / float(group["reference_lr"]) * _ratio(group),
+            "rate": sent_rate(group) * _ratio(group),
             "decay": group["weight_decay"],
         }
 

@@ -79,7 +79,6 @@ class Kill(Fault):
     """The process of the rank is killed by SIGKILL, as by a machine that is switched off."""
 
     def strike(self, group: Group, parameters: list[Tensor]) -> NoReturn:
-        """Kill this process."""
         if isinstance(group, LocalGroup):
             raise ValueError(f"{self} would kill the test, because its ranks are threads: use a RankPool")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +117,6 @@ class NotFinite(Fault):
 
     @contextmanager
     def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
-        """Change the gradient by a hook of its parameter."""
         if self.parameter >= len(parameters):
             raise ValueError(f"{self}, but inject() was given {len(parameters)} parameters: give more in parameters=")
         spoilt: list[Tensor] = []

@@ -4,9 +4,8 @@ RankPool   runs a function as the ranks of a gloo group. Its processes are kept 
            for errors, and after anything but a clean end, all processes that took part are replaced. For tests.
 Workers    builds an object in each rank and calls its methods. Ranks write where the program writes. For programs.
 
-Starting a process that loads torch takes longer than most tests, so processes are copies of one that has loaded it (see
-`server`). Ranks exchange through the loopback interface, or through links of a given rate. Calls and results go through
-pipes, so that interface and links carry only what the ranks exchange. No process outlives the program.
+Processes are copies of one that has loaded torch (see `server`). Ranks exchange through the loopback interface, or
+through links of a given rate; calls and results go through pipes. No process outlives the program.
 """
 
 import faulthandler
@@ -42,16 +41,14 @@ from . import server
 
 HOST = "127.0.0.1"
 TIMEOUT = 60.0
-"""Seconds for a run of `RankPool`, and until torch gives up on an exchange in it, unless the run says otherwise. A new
-process may take as long to load torch, which no run's time-out counts."""
+"""Seconds for a run of `RankPool`, for an exchange in it unless the run says otherwise, and for a process to start."""
 LIMIT_SECONDS = 300.0
-"""Default time limit of `Workers`. First calls load torch, and may compile the kernels, in all processes at once."""
+"""Default time limit of `Workers`. First calls may compile the kernels, in all processes at once."""
 GRACE = 10.0
 """Seconds that other ranks have to end by themselves once one has failed, and that closing a group may take."""
 LOG_TAIL = 6000
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Of the server of a `RankPool`. glibc then gives freed memory back at once; otherwise a test of peak memory sees what
-earlier tests left."""
+"""Of the server of a `RankPool`. glibc then gives freed memory back at once, or tests would see it in peaks."""
 
 T = TypeVar("T")
 RankClass = Callable[..., object]
@@ -100,12 +97,10 @@ class _Process(NamedTuple):
         self.process.join(GRACE)
         code, killed_by = self.process.exitcode, {-number: number.name for number in signal.Signals}
         ended = f"was killed by {killed_by[code]}" if code in killed_by else f"died with exit code {code}"
-        reason = how or ended
         if self.log is None:
-            return _Failure(reason)
-        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL))
-        written = self.log.read().decode(errors="replace").strip()
-        return _Failure(f"{reason}; {'it was here' if how else 'it wrote'}\n{written}")
+            return _Failure(how or ended)
+        written = self.log.read()[-LOG_TAIL:].decode(errors="replace").strip()
+        return _Failure(f"{how}; it was here\n{written}" if how else f"{ended}; it wrote\n{written}")
 
 
 class Workers:
@@ -237,14 +232,13 @@ class Workers:
     def signal(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to every process that is still alive, or to those of these ranks."""
         for process in [self._processes[rank].process for rank in (self._processes if ranks is None else ranks)]:
-            if process.pid is not None and process.is_alive():
+            if process.is_alive():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def close(self, ranks: Iterable[int] | None = None) -> None:
+    def close(self, ranks: Collection[int] | None = None) -> None:
         """End all processes, or those of these ranks."""
-        ending = list(self._processes) if ranks is None else ranks
-        ended = [self._processes.pop(rank) for rank in ending if rank in self._processes]
+        ended = [self._processes.pop(rank) for rank in [*self._processes] if ranks is None or rank in ranks]
         for process, _, _ in ended:
             process.kill()
         for process, pipe, log in ended:
@@ -323,10 +317,8 @@ def is_consequence(error: BaseException) -> bool:
     DDP raises such an error as a RuntimeError with the same text.
     """
     marks = ("all_reduce_compressed #", "Connection closed by peer", "Connection reset by peer")
-    text = str(error)
-    return isinstance(error, CollectiveError) or (
-        isinstance(error, RuntimeError) and any(mark in text for mark in marks)
-    )
+    is_marked = isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+    return is_marked or isinstance(error, CollectiveError)
 
 
 class _Rank:
@@ -386,9 +378,8 @@ class _Rank:
 
 def _serve(pipe: Connection, rank: int, log: str | None, threads: int, links: Any, on_warning: Any) -> None:
     """Receive a call, send its result, and repeat until the process is ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, server.SIGNALS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C on the terminal is for the parent, which ends the ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, server.SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if log is not None:
         written = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -399,8 +390,7 @@ def _serve(pipe: Connection, rank: int, log: str | None, threads: int, links: An
         warnings.simplefilter(on_warning)  # after the imports: torch's own warnings while it loads do not count
     torch.set_num_threads(threads)
     gc.freeze()  # what was loaded stays: or each search for garbage would go through it, for a third of a second
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks the host's name up, which may take seconds
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks the host's name up, which may take seconds
     served = _Rank(rank, links)
     with suppress(EOFError, ConnectionError):  # the parent has ended, maybe before its first call
         while True:
@@ -435,9 +425,7 @@ def _forget_meshes() -> None:
 
 def loopback_store(timeout: timedelta, host: str = HOST) -> Any:
     """Return a store that listens at one address alone. By itself, torch's listens on all interfaces."""
-    with socket.socket() as listening:
-        listening.bind((host, 0))
-        listening.listen(128)
+    with socket.create_server((host, 0), backlog=128) as listening:
         port, opened = listening.getsockname()[1], listening.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=opened)
 

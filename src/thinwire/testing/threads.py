@@ -16,11 +16,7 @@ GRACE = 10.0  # Seconds that the other ranks have to end after one has raised
 
 
 def run_threads(
-    function: Callable[..., T],
-    world_size: int,
-    *args: Any,
-    timeout: float = 60.0,
-    turns: bool = False,
+    function: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, turns: bool = False
 ) -> list[T]:
     """Call function(group, *args) in one thread for each rank. Return the results, ordered by rank.
 
@@ -33,12 +29,12 @@ def run_threads(
     where they stand. They cannot be ended, but they do not keep the process from ending.
 
     >>> import torch, thinwire
-    >>> def average_ranks(group):
-    ...     grad = torch.full((4,), float(group.rank))
-    ...     thinwire.all_reduce_compressed(grad, "none", op=torch.distributed.ReduceOp.AVG, group=group)
-    ...     return grad.tolist()
-    >>> run_threads(average_ranks, 3)
-    [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    >>> def add_ranks(group):
+    ...     total = torch.full((2,), float(group.rank))
+    ...     thinwire.all_reduce_compressed(total, "none", group=group)
+    ...     return total.tolist()
+    >>> run_threads(add_ranks, 3)
+    [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
     world = LocalWorld(world_size, timeout=timeout, turns=turns)
     results: dict[int, T] = {}

@@ -1,4 +1,7 @@
-"""`thinwire plan` by numbers, as it is called and as docs/choosing.md shows it, and its errors."""
+"""`thinwire plan` as it is called and as docs/choosing.md shows it, its errors, and under torchrun, where it measures.
+
+Ranks on two machines are in tests/tools/train/test_two_machines.py.
+"""
 
 import re
 import shlex
@@ -6,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.slow import slow
+from support.training_runs import TORCHRUN, Done, run
 from thinwire.tools import cli
 
 GIVEN = {"--params": "7e9", "--world": "64", "--bandwidth": "1gbit", "--step-compute": "2s"}
@@ -29,19 +34,6 @@ def shown(capsys: pytest.CaptureFixture[str], *more: str, **changes: str | None)
 def _not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = shown(capsys)
-    assert (
-        "7 G parameters in 1,070 bucket(s) of float32; 64 ranks, each with a link of 1 Gbit/s, latency 50 µs\n"
-        "a step without communication: 2 s, two thirds of it backward\n"
-    ) in printed
-    for row in (
-        r" *dense +ring +\d+ s +1\.0x +bandwidth +55 GB", rf" *thinwire.AdamW {TOPK} +sharded .* 1\.1 GB",
-        rf"Use thinwire.AdamW {TOPK} \(sharded\): ",
-    ):  # fmt: skip
-        assert re.search(rf"^{row}", printed, re.MULTILINE), printed
 
 
 def test_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +86,6 @@ MESSAGES: list[tuple[dict[str, str | None], str]] = [
     ({"params": None, "world": None}, "--params, --world not given: expected such as --params 7e9"),
     ({"step_compute": None}, "--step-compute not given: expected such as"),
     ({"params": "-7e9"}, "--params '-7e9', expected a whole number from 1"),
-    ({"params": ""}, "--params '', expected a whole number"),
     ({"world": "1"}, "--world 1, expected 2 to 1,048,576 ranks: one has nobody to exchange with"),
     ({"world": "four"}, "--world"),
     ({"shard": "0"}, "--shard 0, expected 1 to 65,536"),
@@ -105,7 +96,6 @@ MESSAGES: list[tuple[dict[str, str | None], str]] = [
     ({"step_compute": "0s"}, "--step-compute '0s', expected a time above 0"),
     ({"latency": "-1us"}, "--latency '-1us', expected a time 0 or more"),
     ({"specs": "zip"}, "compressor 'zip' in 'zip' is unknown"),
-    ({"specs": "none"}, "--specs none: expected topk or quantize"),
     ({"specs": "randomk:ratio=1/64"}, "--specs randomk:ratio=1/64: expected topk or quantize"),
 ]
 GONE = {
@@ -126,6 +116,46 @@ def test_option_of_earlier_versions_names_what_to_use_instead(capsys: pytest.Cap
     for name, instead in GONE.items():
         for words in ([f"--{name}", "x"], [f"--{name}=x"]):
             assert cli.main([*arguments(), *words]) == 2, name
-            err = capsys.readouterr().err
-            assert err.startswith(f"thinwire plan: error: --{name} is no longer an option: {instead}"), err
-            assert err.count("\n") == 1
+            assert f"thinwire plan: error: --{name} is no longer an option: {instead}" in capsys.readouterr().err
+
+
+# Under torchrun.
+
+MEASURED = ("--params", "22.5k", "--step-compute", "100ms")
+
+
+def plan(cwd: Path, *arguments: str, ranks: int = 2) -> Done:
+    """What torchrun does, on a port that the system chooses."""
+    place = ("--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    return run(cwd, *arguments, program=(*TORCHRUN, *place, "-m", "thinwire", "plan"), OMP_NUM_THREADS="1")
+
+
+def test_links_and_codec_are_measured(tmp_path: Path) -> None:
+    done = plan(tmp_path, *MEASURED)
+    assert done.code == 0, done.err
+    first, compute, codec, *_ = done.out.splitlines()
+    link = r"each with a link of \S+ .bit/s, latency \S+ .?s"
+    assert re.fullmatch(rf"22.5 k parameters in 1 bucket\(s\) of float32; 2 ranks, {link}", first)
+    assert compute.startswith("a step without communication: 100 ms, ")
+    assert codec.startswith("codec: as measured on 1 thread(s) per rank here; elements compressed per second: quantize")
+    for row in ("dense +ring", "fp16 hook +ring", "attach quantize:bits=8 +gather", "thinwire.AdamW topk"):
+        assert len(re.findall(rf"^ *{row}", done.out, re.MULTILINE)) == 1, "one rank prints"
+    assert re.search(r"^(Use|Do not compress)", done.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "message"),
+    [
+        slow(("--params", "1M"), 2, "--step-compute not given: expected such as --params 7e9 --step-compute 2s"),
+        slow(MEASURED, 1, "torchrun started one rank, which has nobody to exchange with"),
+        ((*MEASURED, "--world", "64"), 2, "--world 64: under torchrun it is measured; leave it out"),
+    ],
+    ids=["missing", "one rank", "measured"],
+)
+def test_wrong_options_are_shown_once(arguments: tuple[str, ...], ranks: int, message: str, tmp_path: Path) -> None:
+    done = plan(tmp_path, *arguments, ranks=ranks)
+    assert done.code != 0
+    assert done.out == ""
+    lines = [line for line in done.err.splitlines() if line.startswith("thinwire plan: error: ")]
+    assert len(lines) == 1, done.err
+    assert message in lines[0]

@@ -82,11 +82,10 @@ def test_choice_of_auto_is_named(tmp_path: Path) -> None:
     """That of an earlier version was made by bucket, and is left out."""
     now = {"kind": "choice", "step": 9, "compressor": "quantize:bits=8", "candidates": ["none", "quantize:bits=8"]}
     before = {"kind": "choice", "step": 9, "buckets": [{"compressor": "none"}], "step_seconds": [0.1], "timeline": {}}
-    lines = [conditions(compressor="auto"), step(10)]
-    for more, expected in (([now], "auto: quantize:bits=8"), ([before], "auto"), ([now, conditions(5)], "auto: quant")):
-        run = run_of(tmp_path, [*lines, *[{**one, "config": {"compressor": "auto"}} for one in more]])
-        assert content(run)["summary"]["compressor"].startswith(expected), more
-    assert run_of(tmp_path, [*lines, now, *lines]).choice == "", "another run"
+    start = [conditions(compressor="auto"), step(10)]
+    resumed, another = [now, conditions(5, compressor="auto")], [now, *start]
+    for more, chosen in (([now], ": quantize:bits=8"), ([before], ""), (resumed, ": quantize:bits=8"), (another, "")):
+        assert content(run_of(tmp_path, [*start, *more]))["summary"]["compressor"] == f"auto{chosen}", more
 
 
 def test_what_each_rank_sent_is_read_from_the_end(tmp_path: Path) -> None:
@@ -105,9 +104,8 @@ def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> Non
     run = run_of(tmp_path, [*before, conditions(first_step=10), step(20, 3.0)])
     assert [(row.step, row.loss) for row in run.steps] == [(10, 1.0), (20, 3.0)]
     assert [row.step for row in run.evaluations] == [10]
-    assert (run.status, run.resumes, run.step) == ("unfinished", 1, 20)
+    assert (run.status, run.resumes, run.step, run.conditions["first_step"]) == ("unfinished", 1, 20, 10)
     assert run.started.endswith(":00+00:00")
-    assert run.conditions["first_step"] == 10
 
 
 def test_stops_and_resumes_are_marked(tmp_path: Path) -> None:
@@ -163,7 +161,6 @@ DAMAGED = {
     "[1, 2]": r"expected an object with a kind, given \[1, 2\]",
     '{"step": 3}': "expected an object with a kind",
     '{"kind": ["step"], "step": 1}': "expected an object with a kind",
-    '{"kind": "step"}': "step None, expected a whole number",
     '{"kind": "step", "step": -1}': "step -1, expected a whole number, from 0",
     '{"kind": "step", "step": true}': "step True, expected a whole number",
     '{"kind": "step", "step": 1' + "0" * 400 + "}": r"step 10+\.\.\.0+, expected a whole number",
@@ -247,9 +244,7 @@ def test_thinned_curves_keep_ends_extremes_and_gaps() -> None:
     assert drawn["step"] == kept
     assert drawn["value"][kept.index(4321)] == 99
     assert drawn["mean"][kept.index(77_777)] is None
-    near = drawn["mean"][kept.index(4321)]
-    assert near is not None
-    assert 3 < near < 5
+    assert drawn["mean"][kept.index(4321)] == pytest.approx(4, abs=1)
     drawn = curve([(n, n / 10, 3 * n) for n in range(2000)], [float(n) for n in range(2000)])
     assert drawn["value"] == list(range(2000)), "short curves are whole"
     assert (drawn["seconds"][15], drawn["bytes"][15], "mean" in drawn, thin([])) == (1.5, 45, False, [])
@@ -260,9 +255,7 @@ def test_stacks_are_means_so_that_their_areas_are_right() -> None:
     drawn = stack([(n, n, n) for n in range(30_000)], rows, 2)
     assert len(drawn["part0"]) <= 100
     assert all(value == pytest.approx(4.5, abs=0.1) for value in drawn["part0"])
-    assert set(drawn["part1"]) == {1}
-    assert drawn["step"][-1] == 29_999
-    assert stack([], [], 2)["part1"] == []
+    assert (set(drawn["part1"]), drawn["step"][-1], stack([], [], 2)["part1"]) == ({1}, 29_999, [])
 
 
 def test_runs_are_found_with_their_dense_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,33 +341,28 @@ ERRORS = {
 }
 
 
-def test_errors_are_one_line(
+def test_errors_are_one_line_and_leave_the_old_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "run", [conditions(), step(10)])
+    run, out = write(tmp_path / "run", [conditions(), step(10)]), tmp_path / "report.html"
     write(tmp_path / "empty", [])
     write(tmp_path / "damaged", [conditions()], cut='{"kind"\n{"kind": "end"}\n')
     (tmp_path / "folder").mkdir()
+    out.write_text("an older one")
+    before = sorted(tmp_path.iterdir())
     for words, message in ERRORS.items():
         assert cli.main(["report", *words.split()]) == 2, words
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1), words
+        shown, err = capsys.readouterr()
+        assert (shown, err.count("\n")) == ("", 1), words
         assert err.startswith("thinwire report: error: "), words
         assert message in err
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_what_cannot_be_written_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write(tmp_path / "run", [conditions(), step(10)])
-    out = tmp_path / "page.html"
-    out.write_text("an older one")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match=r"cannot write .*page\.html: No space left on device; give another place"):
+    with pytest.raises(OSError, match=r"cannot write .*report\.html: No space left on device; give another place"):
         report.write([run], out)
     assert out.read_text() == "an older one"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+    assert sorted(tmp_path.iterdir()) == before

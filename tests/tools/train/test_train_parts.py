@@ -28,23 +28,17 @@ def need(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def assert_drawn_as_written(folder: Path) -> None:
     """What TensorBoard would draw."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def assert_drawn_as_written(folder: Path) -> None:
-    drawn = scalars(folder)
     for kind, name in (("step", "loss"), ("step", "lr"), ("step", "bytes_sent"), ("evaluation", "accuracy")):
-        written = [(line["step"], line[name]) for line in lines(folder, kind)]
-        seen = drawn[f"{kind}/{name}"]
-        assert [step for step, _ in seen] == [step for step, _ in written], name
-        assert [value for _, value in seen] == pytest.approx([value for _, value in written]), name
-    assert "step/split/compute" in drawn
+        drawn = [(event.step, event.value) for event in events.Scalars(f"{kind}/{name}")]
+        written = [(line["step"], pytest.approx(line[name])) for line in lines(folder, kind)]
+        assert drawn == written, name
+    assert events.Scalars("step/split/compute")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -63,17 +57,14 @@ def test_tensorboard_draws_each_step_once_after_a_resume_too(ranks: RankPool, tm
     assert_drawn_as_written(tmp_path / RUN)
 
 
-def test_wandb_writes_into_the_folder_without_a_network(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_writes_into_the_folder_without_a_network(ranks: RankPool, tmp_path: Path) -> None:
     need("wandb")
     config = changed(SMALL, out=RUN, log_to=("wandb-offline",), steps=2)
     assert train(ranks, 1, config, tmp_path).finished
     identity = (tmp_path / RUN / "wandb-id").read_text()
     assert identity.startswith("run-")
-    written = list((tmp_path / RUN / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
-    assert len(written) == 1
-    assert written[0].stat().st_size > 0
+    (written,) = (tmp_path / RUN / "wandb").glob(f"offline-run-*/run-{identity}.wandb")
+    assert written.stat().st_size > 0
 
 
 def test_sinks_are_chosen_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +129,7 @@ def test_lines_of_metrics_that_are_damaged_are_left_out(tmp_path: Path) -> None:
 def test_a_place_is_what_torchrun_says() -> None:
     given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert Place.of_torchrun(given) == Place(5, 8, 1, 4)
-    assert Place.of_torchrun({}) is None
-    assert Place.of_torchrun({"RANK": "0"}) is None
+    assert Place.of_torchrun({}) is Place.of_torchrun({"RANK": "0"}) is None
     assert Place.of_torchrun({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 0, 1)
 
 
@@ -152,6 +142,8 @@ def evaluate_averages(rank: int, world_size: int) -> None:
     floats = [buffer for buffer in learner.model.buffers() if buffer.is_floating_point()]
     for buffer in floats:
         buffer.fill_(rank + 1)
+    learner._module.eval()(torch.zeros(1, 3, 32, 32))  # DDP's forward pass sends no buffers
+    learner._module.train()
 
     def total(numbers: list[float]) -> list[float]:
         summed = torch.tensor(numbers, dtype=torch.float64)

@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from thinwire import __version__
-from thinwire.tools.train.view import PHASES
+from thinwire.tools.train.metrics import PHASES
 
 from .runs import Row, Run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from thinwire.tools.record import Line, read_lines
-from thinwire.tools.train.view import PHASES
+from thinwire.tools.train.metrics import PHASES
 
 METRICS = "metrics.jsonl"
 DENSE = "dense"  # Name of the folder, in that of a run, that holds its dense reference

@@ -46,8 +46,7 @@ class Checkpoints:
     def __init__(self, folder: Path, control: Control, keep: int, say: Callable[[str], None]) -> None:
         self._folder, self._place, self._control = folder / "checkpoints", control.place, control
         self._keep, self._say = keep, say
-        self.leads = self._choose_leaders()
-        """Whether this rank manages the folder."""
+        self.leads = self._choose_leaders()  # Whether this rank manages the folder
 
     def save(self, step: int, shared: State, own: State) -> None:
         """Write a checkpoint; if one rank cannot, raise OSError on all, and leave the previous ones as they are."""
@@ -59,13 +58,12 @@ class Checkpoints:
         self._together(lambda: self._publish(hidden, step, everyones), led=True)
 
     def load(self, use: Callable[[int, State, list[State]], None]) -> int | None:
-        """Continue from the newest checkpoint that is intact on all ranks, and report damaged ones.
+        """Continue from the newest checkpoint that is intact on all ranks, and return its step; None if there is none.
 
-        use   continues from (step, shared, own): `own` has the states of the old ranks that this rank continues from,
-              only its own if the world size is the same. It may raise any of `_UNREADABLE` if the content is not what
-              a run writes; then the checkpoint before it is used.
+        use   continues from (step, shared, own): `own` has the states of the old ranks that this rank continues from.
+              If it raises any of `_UNREADABLE`, the checkpoint is reported as damaged, and the one before it is used.
 
-        Returns the step, or None if there is no checkpoint. Raises ValueError if there are some but none can be used.
+        Raises ValueError if there are checkpoints but none can be used.
         """
         found = self._control.gather(sorted(self._steps()))
         fault = "not every rank has the same"
@@ -94,8 +92,6 @@ class Checkpoints:
             if re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", path.name) and path.is_dir():
                 yield int(path.name.removeprefix("step-"))
 
-    # Writing.
-
     def _prepare(self, hidden: Path) -> None:
         for left_over in self._folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
@@ -119,8 +115,6 @@ class Checkpoints:
         if faults:
             raise OSError(f"the checkpoint could not be written by {faults[0]}; the last one is as it was")
         return result
-
-    # Reading.
 
     def _attempt(self, action: Callable[[], Any], errors: Any = _UNREADABLE) -> tuple[Any, list[str]]:
         """Run an action on every rank; return the result here, and the faults of all ranks."""
@@ -186,8 +180,6 @@ def _check_file(path: Path, expected: object) -> None:
     """Raise DamagedError if a file differs from the size and SHA-256 in the manifest."""
     if not isinstance(expected, dict):
         raise DamagedError(f"{path.name} is not in its manifest")
-    if not path.exists():
-        raise DamagedError(f"{path.name} is missing")
     if path.stat().st_size != expected.get("bytes") or sha256_of(path) != expected.get("sha256"):
         raise DamagedError(f"{path.name} has other bits than were written")
 
@@ -197,9 +189,7 @@ def _load_state(path: Path) -> State:
     try:
         if not zipfile.is_zipfile(path):  # a plain pickle, as old versions of torch wrote it, is not one of ours
             raise ValueError("expected a file of torch.save")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict):
-            raise ValueError(f"expected a dict, got a {type(state).__name__}")
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
     except ValueError as error:
         raise DamagedError(f"{path.name}: {error}") from None
     return state

@@ -14,7 +14,6 @@ from .metrics import chosen_sinks
 from .models import model_config
 
 DENSE = "none"
-LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"  # What `default` is with --local-steps, for any number of ranks
 _LEAST = {
     1: ("steps", "batch", "workers", "shard", "keep", "log_every"),
     0: ("warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed"),
@@ -36,19 +35,14 @@ def check(config: Config) -> None:
     pick_device(config.device, 0)
     compressor, local, shard = config.compressor, config.local_steps, config.shard > 1
     sends = sends_updates(compressor)
+    fits_shard = sends or compressor == DENSE
     needs_warmup = config.optimizer == "adamw" and sends and compressor != AUTO and not local
     for is_wrong, message in (
         (not 0 < config.lr < math.inf, f"--lr {config.lr:g}, expected a number above 0"),
         (not 0 <= config.weight_decay < math.inf, f"weight_decay {config.weight_decay:g}, expected 0 or more"),
-        (
-            needs_warmup and config.warmup_steps < 1,
-            f"--warmup-steps 0 with {compressor} and adamw, which needs 1 or more, such as 2",
-        ),
+        (needs_warmup and config.warmup_steps < 1, f"--warmup-steps 0 with {compressor} and adamw, expected 1 or more"),
         (shard and not config.model.startswith("gpt"), f"--shard with {config.model}, expected a gpt"),
-        (
-            shard and compressor != DENSE and not sends,
-            f"--shard with {compressor}, expected a sparse compressor, default, auto or none",
-        ),
+        (shard and not fits_shard, f"--shard with {compressor}, expected a sparse compressor, default, auto or none"),
         (local and shard, "--local-steps with --shard: each rank needs the whole model; leave one of them out"),
         (local and compressor == AUTO, "--local-steps with --compressor auto: give a compressor, or default"),
         (
@@ -62,13 +56,5 @@ def check(config: Config) -> None:
 
 
 def sends_updates(compressor: str) -> bool:
-    """Return whether thinwire's optimizer compresses its update; else gradients are compressed, for torch's optimizer.
-
-    With --shard, the optimizer is thinwire's in any case.
-    """
+    """Return whether thinwire's optimizer compresses its update; else torch's has compressed gradients."""
     return compressor in (AUTO, DEFAULT) or thinwire.compressor(compressor).sparse
-
-
-def local_compressor(config: Config) -> str:
-    """Return the compressor of the differences that ranks exchange with --local-steps."""
-    return LOCAL_DEFAULT if config.compressor == DEFAULT else config.compressor

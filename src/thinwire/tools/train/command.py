@@ -28,7 +28,6 @@ class Options(Config):
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":
-        """Return the options that hold unless the command line gives others."""
         return cls(**vars(defaults(arguments)))
 
 

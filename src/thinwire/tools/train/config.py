@@ -20,10 +20,7 @@ from . import FASHION_FOLDER
 
 RUNS = Path("runs")
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
-FILE_ONLY = ("weight_decay", "keep", "log_every")
-"""Options that are seldom given: they have a place in a file for --config, and none on the command line."""
-
-RecipeName = Literal["digits-cnn", "text-gpt", "mnist-cnn", "fashion-cnn", "cifar10-resnet18"]
+FILE_ONLY = ("weight_decay", "keep", "log_every")  # Options that are seldom given, and not on the command line
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Config:
     The defaults shown are those of the recipe: thinwire train --recipe text-gpt --help shows others.
     """
 
-    recipe: RecipeName = "digits-cnn"
+    recipe: Literal["digits-cnn", "text-gpt", "mnist-cnn", "fashion-cnn", "cifar10-resnet18"] = "digits-cnn"
     """A model, its data, and settings that suit them; each option below overrides it."""
     model: Annotated[str, arg(metavar="SPEC")] = "cnn:width=64,size=8"
     """A kind and its options, such as "cnn:width=32,size=28", "resnet18:width=64" or "gpt:layers=4,width=128"."""
@@ -110,23 +107,17 @@ RECIPES: dict[str | None, Config] = {
     ),
     "fashion-cnn": Config(
         recipe="fashion-cnn", model="cnn:width=16,size=28", data="fashion-mnist", data_dir=FASHION_FOLDER, batch=64,
-        steps=2000, optimizer="sgd",
-        lr=0.03,  # as for torch.optim.SGD with momentum 0.9
-        weight_decay=5e-4, eval_every=500, checkpoint_every=500,
+        steps=2000, optimizer="sgd", lr=0.03, weight_decay=5e-4, eval_every=500, checkpoint_every=500,
     ),
     "cifar10-resnet18": Config(
         recipe="cifar10-resnet18", model="resnet18:width=64", data="cifar10", batch=128, steps=5860, optimizer="sgd",
         lr=0.1, weight_decay=5e-4, eval_every=500, checkpoint_every=500,
     ),
 }  # fmt: skip
-"""Options that a recipe leaves out have the default of `Config`."""
 
 
 def defaults(arguments: Sequence[str]) -> Config:
-    """Return the options of the file for --config, and where it has none, of the resumed run or of the recipe.
-
-    arguments   a command line that is not parsed yet, of which four options decide this.
-    """
+    """Return the defaults for a command line: those of the file for --config, then of the resumed run or the recipe."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("config", "recipe", "resume", "out"):
         early.add_argument(f"--{option}", nargs="?")
@@ -194,7 +185,6 @@ def _value(name: str, value: Any) -> Any:
     choices = [choice for choice in get_args(hints[name]) if isinstance(choice, str)]
     is_text_or_nothing = default is None and isinstance(value, str)
     if (type(value) is not type(default) and not is_text_or_nothing) or (choices and value not in choices):
-        raise ValueError(
-            f"{name} is {given!r:.80}, expected {', '.join(choices) or f'a value such as {json.dumps(default)}'}"
-        )
+        expected = ", ".join(choices) or f"a value such as {json.dumps(default)}"
+        raise ValueError(f"{name} is {given!r:.80}, expected {expected}")
     return Path(value) if name in ("out", "data_dir") and value is not None else value

@@ -42,13 +42,11 @@ def pick_backend(device: torch.device, local_world_size: int) -> str:
 
 
 def fresh_store(place: Place, seconds: float) -> Any:
-    """Return a store in which nothing is from an earlier start of the ranks. All ranks call it.
+    """Return a store in which nothing is from an earlier start of the ranks; raise RuntimeError if one does not come.
 
     torchrun's agent keeps its store when it restarts ranks (torch 2.13), and with it the addresses of ranks that ended:
     gloo reads them and cannot connect. Agents count restarts differently, so the count is no help. Instead rank 0 names
     each start, and a rank uses a name only when rank 0 has answered a token that the rank has just drawn.
-
-    Raises RuntimeError if a rank that this one waits for has not come within `seconds`.
     """
     store: Any = next(rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=seconds)))[0]
     name = name_start(store, place.world_size, seconds) if place.rank == 0 else join_start(store, place.rank, seconds)
@@ -84,10 +82,7 @@ def join_start(store: Any, rank: int, seconds: float) -> str:
 
 
 class Control:
-    """Messages of one rank, over a gloo group of their own, whatever the backend of the model's tensors is.
-
-    They are some bytes a step, and are not in the counts of bytes.
-    """
+    """Messages of one rank, over a gloo group of their own. They are not in the counts of bytes."""
 
     def __init__(self, place: Place, device: torch.device) -> None:
         self.place, self.device = place, device

@@ -31,11 +31,8 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"
 def numbers(seed: int, what: str, places: Tensor, count: int) -> Tensor:
     """Return whole numbers of 32 random bits, as int64 of shape (len(places), count).
 
-    what     the purpose; different purposes have different numbers.
-    places   positions of the samples, on the device on which the numbers are drawn.
-
-    >>> numbers(0, "noise", torch.tensor([7, 8]), 3)[1].equal(numbers(0, "noise", torch.tensor([8]), 3)[0])
-    True
+    what     the purpose; different purposes have different numbers
+    places   positions of the samples, on the device on which the numbers are drawn
     """
     key = int.from_bytes(blake2b(f"{what}/{seed}".encode(), digest_size=8).digest(), "big", signed=True)
     rows = mix(places * GOLDEN ^ key)
@@ -49,14 +46,7 @@ def below(limit: int, seed: int, what: str, places: Tensor, count: int) -> Tenso
 
 
 def order(seed: int, length: int, start: int, size: int, device: torch.device = _CPU) -> Tensor:
-    """Return the indices, from 0 to length - 1, of the `size` samples from position `start` on, as int64.
-
-    They are the same on every device: the order of an epoch is drawn on the CPU, and copied to the device once.
-
-    >>> first, second = order(0, 5, start=0, size=10).split(5)
-    >>> sorted(first.tolist()), sorted(second.tolist()), first.equal(second)
-    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], False)
-    """
+    """Return the indices of the `size` samples from position `start` on. They are the same on every device."""
     parts, end = [], start + size
     while start < end:
         epoch, at = divmod(start, length)
@@ -82,7 +72,6 @@ class Text:
     """Windows of `context` bytes of Python sources, or of a file; the target at each position is the next byte.
 
     An epoch is the whole text, cut into windows without overlap, of which the first starts elsewhere in each epoch.
-    Rank r of P takes the batch that starts at consumed + r * size, and a step consumes P * size samples.
     """
 
     def __init__(self, context: int, *, file: Path | None = None, device: torch.device | str = "cpu") -> None:
@@ -94,6 +83,8 @@ class Text:
         if not 1 <= context <= min(len(self._train), len(self._validation)) // 2:
             raise ValueError(f"context {context}, expected 1 to half of the {len(self._validation)} bytes of text")
         self.length = len(self._train) // context - 1  # the last is left out: offset and last target need room
+        starts = torch.linspace(0, len(self._validation) - context - 1, _VALIDATION_WINDOWS, dtype=torch.float64)
+        self._starts = starts.long().to(device)  # drawn on the CPU: a GPU has other bits
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
         """Return `size` windows from position `start` of the stream."""
@@ -104,12 +95,7 @@ class Text:
 
     def validation(self, size: int) -> Iterator[Batch]:
         """Yield windows that are spread evenly over the validation text."""
-        room = len(self._validation) - self._context - 1
-        device = self._train.device
-        starts = torch.linspace(0, room, _VALIDATION_WINDOWS, dtype=torch.float64).long()  # not on a GPU: other bits
-        if device.type == "cuda":
-            starts = starts.pin_memory().to(device, non_blocking=True)
-        for part in starts.split(size):
+        for part in self._starts.split(size):
             yield self._cut(self._validation, part)
 
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:

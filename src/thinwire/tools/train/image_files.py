@@ -1,10 +1,7 @@
 """The files of MNIST, Fashion-MNIST and CIFAR-10: how they are found, fetched and read; images and labels are uint8.
 
-MNIST and Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017) are in IDX files, gzipped or not:
-
-    4 bytes   magic: 0, 0, 8 for unsigned bytes, the number of dimensions
-    4 each    the dimensions, highest byte first: count, and for images rows and columns
-    rest      the values, exactly as many as the dimensions give
+MNIST and Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017) are in IDX files, gzipped or not: the bytes 0, 0, 8 (unsigned
+bytes) and the number of dimensions; these, in 4 bytes each with the highest first; then the values.
 
 CIFAR-10's binary version has records of 3,073 bytes: the label, then 32 x 32 red, green and blue values.
 """
@@ -53,10 +50,8 @@ DOWNLOADS = {
     ),
 }
 """The mirrors of a data set, and the SHA-256 of what they have."""
-RETRIES, TIMEOUT = 2, 30.0
-"""Further tries after the first one for each mirror, and the seconds without a byte after which a try fails."""
-_FIRST_LABELS = {"mnist": "50419213143536172869", "fashion-mnist": "90030272550955791064"}
-"""They tell the two data sets apart, whose files have the same names and sizes."""
+RETRIES, TIMEOUT = 2, 30.0  # Further tries for each mirror, and seconds without a byte after which a try fails
+_FIRST_LABELS = {"mnist": "50419213143536172869", "fashion-mnist": "90030272550955791064"}  # Else these are alike
 
 Parts = dict[str, tuple[Tensor, Tensor]]  # The images and labels of "train" and "test"
 
@@ -66,20 +61,16 @@ def find(data: str, folder: Path) -> list[Path]:
     names, advice = FILES[data]
     found = []
     for name in names:
-        there = [
-            path for path in (folder / name, folder / f"{name}.gz", folder / CIFAR_FOLDER / name) if path.is_file()
-        ]
-        if not there:
+        places = folder / name, folder / f"{name}.gz", folder / CIFAR_FOLDER / name
+        path = next(filter(Path.is_file, places), None)
+        if path is None:
             raise ValueError(f"{folder} has no {name} of {data}; expected {', '.join(names)} there; {advice}")
-        found.append(there[0])
+        found.append(path)
     return found
 
 
 def download(data: str, folder: Path) -> None:
-    """Fetch the files of a data set that the folder lacks, or has damaged, by pooch, which says so on stderr.
-
-    Raises ValueError if the data set, or pooch, is not there to be fetched, and OSError if a file cannot be.
-    """
+    """Fetch the files of a data set that the folder lacks, or has damaged; raise OSError if one cannot be fetched."""
     if data not in DOWNLOADS:
         return
     with suppress(ValueError):
@@ -113,18 +104,16 @@ def read(data: str, folder: Path) -> Parts:
         found = [_read_records(path) for path in paths]
         images, labels = map(torch.cat, zip(*found[:-1], strict=True))
         return {"train": (images, labels), "test": found[-1]}
-    parts = {"train": _read_part(*paths[:2]), "test": _read_part(*paths[2:])}
+    parts = {}
+    for part, (images_path, labels_path) in (("train", paths[:2]), ("test", paths[2:])):
+        images, labels = _read_idx(images_path, (28, 28)), _read_idx(labels_path, ())
+        if len(images) != len(labels):
+            raise ValueError(f"{labels_path}: {len(labels)} labels, expected one for each of {len(images)} images")
+        parts[part] = images[:, None], _checked(labels, labels_path)
     first = "".join(map(str, parts["train"][1][:20].tolist()))
     if first in _FIRST_LABELS.values() and first != _FIRST_LABELS[data]:
         raise ValueError(f"{paths[1]}: the labels of another data set, expected {data}; give its folder by --data-dir")
     return parts
-
-
-def _read_part(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
-    images, labels = _read_idx(images_path, (28, 28)), _read_idx(labels_path, ())
-    if len(images) != len(labels):
-        raise ValueError(f"{labels_path}: {len(labels)} labels, expected one for each of {len(images)} images")
-    return images[:, None], _checked(labels, labels_path)
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
@@ -155,8 +144,7 @@ def _checked(labels: Tensor, path: Path) -> Tensor:
 def _content(path: Path) -> bytes:
     """Return the content of a file, unpacked if it ends in .gz."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content: bytes = file.read()
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: {error}, expected a whole gzip file") from None
-    return content

@@ -5,9 +5,7 @@ devices. What is drawn for a training image is drawn by the sample's position in
 in every epoch, but the same in any batch.
 """
 
-import gzip
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +36,7 @@ _SCALE = {
 class Images:
     """A data set of images: digits, which come with thinwire, or one that is in files in a folder.
 
-    Training images of CIFAR-10 are shifted by up to 4 pixels each way, with black around them, and mirrored with
-    probability 1/2.
+    Training images of CIFAR-10 are shifted by up to 4 pixels each way, with black around them, and half are mirrored.
     """
 
     def __init__(self, name: str, folder: Path = Path(), *, device: torch.device | str = "cpu") -> None:
@@ -52,7 +49,6 @@ class Images:
         self.length = len(self._labels)
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
-        """Return `size` images from position `start` of the stream."""
         device = self._labels.device
         chosen = order(seed, length=self.length, start=start, size=size, device=device)
         images = self._images[chosen]
@@ -61,7 +57,6 @@ class Images:
         return self._made(images, self._labels[chosen])
 
     def validation(self, size: int) -> Iterator[Batch]:
-        """Yield all test images, at most `size` at a time."""
         yield from map(self._made, self._test_images.split(size), self._test_labels.split(size))
 
     def _made(self, images: Tensor, labels: Tensor) -> Batch:
@@ -74,9 +69,8 @@ Data = Text | Images
 
 def read_digits() -> Parts:
     """Return 8 x 8 images of handwritten digits, 1,797 of them (see digits/LICENSE)."""
-    path = resources.files(__package__).joinpath("digits/digits.csv.gz")
-    with path.open("rb") as packed, gzip.open(packed, "rt") as file:
-        table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8))  # 64 pixels, and the digit
+    path = Path(__file__).with_name("digits") / "digits.csv.gz"
+    table = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.uint8))  # 64 pixels, and the digit
     images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1]
     test = torch.arange(len(labels)) % _TEST_SHARE == 0
     return {"train": (images[~test], labels[~test]), "test": (images[test], labels[test])}
@@ -96,14 +90,7 @@ def _varied(images: Tensor, seed: int, places: Tensor) -> Tensor:
 
 
 def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
-    """Load a data set, one of `FITTING`. That the model fits has been checked.
-
-    folder    the folder of the images; for text, a file that is read in place of Python's sources
-    context   number of bytes in a sample of text, as many as the model sees at once
-
-    >>> load_data("digits", Path("data")).length
-    1437
-    """
+    """Load a data set, one of `FITTING`. A text has samples of `context` bytes, and its folder may be a file."""
     if name == "text":
         assert context is not None
         return Text(context, file=folder if folder.is_file() else None, device=device)
@@ -111,20 +98,13 @@ def load_data(name: str, folder: Path, context: int | None = None, *, device: to
 
 
 def check_fit(config: ModelConfig, name: str) -> None:
-    """Raise ValueError if the model cannot be trained on this data. The data need not be loaded or downloaded.
-
-    >>> check_fit(model_config("cnn:size=8"), "mnist")
-    Traceback (most recent call last):
-        ...
-    ValueError: model cnn takes 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or other data
-    """
+    """Raise ValueError if the model cannot be trained on this data. The data need not be loaded or downloaded."""
     if name not in FITTING:
         raise ValueError(f"data {name!r} is unknown, expected one of {', '.join(FITTING)}")
     shapes = config.inputs, model_config(FITTING[name]).inputs
     if shapes[0] != shapes[1]:
         takes, has = (" x ".join(map(str, shape)) or "bytes" for shape in shapes)
-        raise ValueError(
-            f"model {config.name} takes {takes}, and {name} has {has}: use model {FITTING[name]}, or other data"
-        )
+        advice = f"use model {FITTING[name]}, or other data"
+        raise ValueError(f"model {config.name} takes {takes}, and {name} has {has}: {advice}")
     if (classes := getattr(config, "classes", 10)) < 10:
         raise ValueError(f"model {config.name}: expected classes=10 or more for {name}, got {classes}")

@@ -28,13 +28,12 @@ from .checks import check
 from .config import Config
 from .control import fresh_store, pick_backend, pick_device
 from .image_files import download
+from .metrics import say
 from .rank import Rank, on_signals
 
 LIMIT_SECONDS = 600.0  # Timeout of an exchange with a rank that does not answer. A rank that died is found at once
-_CONSEQUENCE_SECONDS = 2.0
-"""Delay before a rank reports the failure of another rank, so that the failed rank can report it first."""
-_BEFORE_GROUP_SECONDS = 10.0
-"""Delay before a rank other than local rank 0 reports an error from before the group was formed."""
+_CONSEQUENCE_SECONDS = 2.0  # Before a rank reports the failure of another rank, which can thus report it first
+_BEFORE_GROUP_SECONDS = 10.0  # Before a rank other than local rank 0 reports an error from before there is a group
 
 
 def launch(config: Config) -> int:
@@ -48,27 +47,21 @@ def launch(config: Config) -> int:
             stack.enter_context(on_signals(signals.handle))
             if config.link is not None:
                 links = stack.enter_context(Relay(config.workers, *parse_link(config.link))).links
-                print(f"links of {config.link} for each rank, through a relay", file=sys.stderr)
+                say(f"links of {config.link} for each rank, through a relay")
                 config = replace(config, device="cpu")
             threads = max(1, cores() // config.workers)
             workers = stack.enter_context(Workers(config.workers, threads, LIMIT_SECONDS, links))
             workers.form(config.workers, Rank, config)
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
             workers.ask("run", limit=None)
-    except _Stop:
-        pass
     except RankError as error:
         if signals.received is None or error.reason != "was killed by SIGTERM":  # before its handler was set
             return _report(error)
     return 0 if signals.received is None else 128 + signals.received
 
 
-class _Stop(BaseException):
-    """Raised by a signal before the ranks are ready, or by a second Ctrl-C."""
-
-
 class _Signals:
-    """Passes SIGINT and SIGTERM on to the ranks once they are ready. A second Ctrl-C ends the program at once."""
+    """Passes SIGINT and SIGTERM on to the ranks. Before they are ready, or at a second Ctrl-C, it ends the program."""
 
     received: int | None = None
     pass_on: Callable[[], None] | None = None
@@ -76,7 +69,7 @@ class _Signals:
     def handle(self, number: int) -> None:
         again, self.received = self.received is not None, self.received or number
         if self.pass_on is None or (again and number == signal.SIGINT):
-            raise _Stop
+            raise SystemExit(128 + self.received)
         self.pass_on()
 
 
@@ -99,19 +92,15 @@ def join(config: Config, place: Place) -> int:
         finished = Rank(rank=place.rank, world_size=place.world_size, config=config, place=place).run()
     except BaseException as error:
         _report_once(error, place, store)
-        sys.stderr.flush()
         os._exit(2 if isinstance(error, ValueError | OSError) else 1)  # threads may wait for dead ranks
     dist.destroy_process_group()
     return 0 if finished else 128 + signal.SIGTERM
 
 
 def _exit_before_group(error: Exception, place: Place) -> NoReturn:
-    """Raise the error of a rank that has no group, on which all ranks fail alike, so that one of them reports it.
-
-    Local rank 0 reports at once. torchrun ends the others when it has; they report only if it did not fail.
-    """
+    """Raise the error of a rank that has no group. All ranks may fail alike: local rank 0 alone reports at once."""
     if place.local_rank != 0:
-        time.sleep(_BEFORE_GROUP_SECONDS)
+        time.sleep(_BEFORE_GROUP_SECONDS)  # torchrun ends this rank meanwhile, if local rank 0 has failed too
     if isinstance(error, ValueError | OSError):
         raise error
     given, text = os.environ.get("GLOO_SOCKET_IFNAME"), str(error).split("\n")[0]
@@ -129,10 +118,7 @@ def _exit_before_group(error: Exception, place: Place) -> NoReturn:
 
 
 def _report(error: RankError) -> int:
-    """Print the error of a rank and return the exit code.
-
-    A ValueError or OSError is caused by the user's input: one line, and code 2. Others have a traceback, and code 1.
-    """
+    """Print the error of a rank and return the exit code: 2 if the user's input is its cause, else 1."""
     given = error.reason.startswith("raised ") and not error.trace
     if error.trace:
         print(error.trace, file=sys.stderr)
@@ -153,4 +139,4 @@ def _report_once(error: BaseException, place: Place, store: Any) -> None:
 
 
 def _show(text: str) -> None:
-    print(f"thinwire train: error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    say(f"thinwire train: error: {' '.join(text.split())}")

@@ -1,15 +1,9 @@
-"""The model of one rank, with an optimizer and an exchange that depend on the compressor.
+"""The model of one rank, with an optimizer and an exchange that depend on the compressor (docs/train.md).
 
-sparse (topk, randomk), default   thinwire's optimizer, which compresses its update
-auto                              the same, which measures what to compress it with
-none, quantize                    torch's optimizer, with compressed gradients
-
-With --local-steps, it is torch's optimizer inside `thinwire.LocalSteps`, which compresses differences of weights.
 With --shard, FSDP shards the model over the ranks of a replica, and the optimizer is always thinwire's.
 """
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,17 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.collectives import LocalGroup
 from thinwire.compressors import format_spec
-from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.policy import DEFAULT
 from thinwire.sync.synchronizer import Synchronizer
 
-from .checks import DENSE, local_compressor, sends_updates
+from .checks import DENSE, sends_updates
 from .config import Config
 from .data import Batch, evaluate_batch
 from .models import model_config
 from .torch_states import check_saved
 
 MOMENTUM = 0.9  # Momentum of SGD, both torch's and thinwire's
+LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"  # What `default` is with --local-steps, for any number of ranks
 _RAMP, _FLOOR = 0.05, 0.1
 
 
@@ -54,35 +48,30 @@ def schedule(step: int, steps: int) -> float:
 
 
 def make_optimizer(config: Config, model: nn.Module, group: Any = None, **more: Any) -> tuple[Any, Synchronizer]:
-    """Return the optimizer and its synchronizer. If the optimizer is torch's, they are independent of each other.
-
-    more   further options of thinwire's optimizers.
-    """
+    """Return the optimizer, thinwire's with `more` options or torch's, and the synchronizer."""
     given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     theirs: Any = torch.optim.AdamW
     ours: Any = thinwire.AdamW
+    compressor = config.compressor
     if config.optimizer == "sgd":
         theirs, ours, given["momentum"] = torch.optim.SGD, thinwire.SGD, MOMENTUM
+    if not config.local_steps and (sends_updates(compressor) or config.shard > 1):
+        given |= {"compressor": compressor, "warmup_steps": 0 if compressor == DENSE else config.warmup_steps, **more}
+        updates = ours(model, group=group, **given)
+        return updates, updates.sync
+    optimizer = theirs(model.parameters(), **given)
     if config.local_steps:
-        inner, compressor = theirs(model.parameters(), **given), local_compressor(config)
-        how: dict[str, Any] = {"every": config.local_steps, "delay": delay(config), "compressor": compressor}
-        optimizer: Any = thinwire.LocalSteps(inner, **how, model=model, group=group)
-    elif sends_updates(config.compressor) or config.shard > 1:
-        warmup_steps = 0 if config.compressor == DENSE else config.warmup_steps
-        given |= {"compressor": config.compressor, "warmup_steps": warmup_steps, **more}
-        optimizer = ours(model, group=group, **given)
-    elif isinstance(model, DistributedDataParallel):
-        return theirs(model.parameters(), **given), thinwire.attach(model, config.compressor)
-    else:
-        return theirs(model.parameters(), **given), Synchronizer(config.compressor, group=group)
-    return optimizer, optimizer.sync
+        made = LOCAL_DEFAULT if compressor == DEFAULT else compressor
+        local = thinwire.LocalSteps(
+            optimizer, every=config.local_steps, delay=delay(config), compressor=made, model=model, group=group
+        )
+        return local, local.sync
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return optimizer, thinwire.attach(model, compressor) if is_ddp else Synchronizer(compressor, group=group)
 
 
 def delay(config: Config) -> int:
-    """Return the number of steps for which an exchange of local steps is under way.
-
-    Half a round hides the time of the network. Rounds of less than four steps are too short: there ranks wait.
-    """
+    """Return the number of steps for which an exchange of local steps is under way: half a round, if it has four."""
     return config.local_steps // 2 if config.local_steps >= 4 else 0
 
 
@@ -100,21 +89,15 @@ class Learner:
             group = mesh["replicate"]
             self._whole = build(config.seed).to(device)  # FSDP's forward pass needs all ranks, an evaluation does not
         elif not config.local_steps:
-            # Its option that keeps it from sending rank 0's buffers to all ranks was renamed.
-            renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-            buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-            self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=True, **buffers)
+            self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self._module.broadcast_buffers = False  # the argument of this name is deprecated
         self._optimizer, self.sync = make_optimizer(config, self._module, group)
         self._is_ours = isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
         self._exchange: Any = self._optimizer if self._is_ours else self.sync
         self._base_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def learn(self, batch: Batch, lr_factor: float, before_backward: Callable[[float], None]) -> None:
-        """Run one training step. Compressed gradients that are not finite on a rank leave all weights unchanged.
-
-        lr_factor         factor of the learning rate.
-        before_backward   called with the loss before the backward pass.
-        """
+        """Run one step; `before_backward` gets its loss. If compressed gradients are not finite, no weight changes."""
         for group, lr in zip(self._optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * lr_factor
         loss = self._loss(batch)
@@ -131,18 +114,12 @@ class Learner:
 
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:
         """Return the sum of the losses, the number of correct predictions, and the number of targets."""
-        totals = [0.0, 0.0, 0.0]
-        for batch in batches:
-            found = evaluate_batch(self._whole or self.model, batch, self._device)
-            totals = [total + part for total, part in zip(totals, found, strict=True)]
-        return totals
+        found = [evaluate_batch(self._whole or self.model, batch, self._device) for batch in batches]
+        return [sum(parts) for parts in zip((0.0, 0.0, 0.0), *found, strict=True)]
 
     @contextmanager
     def evaluating(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
-        """Set the model up for evaluation, with the means over ranks of float buffers, and restore it afterwards.
-
-        total   sums numbers over ranks.
-        """
+        """Set the model up for evaluation, with the means over ranks of float buffers, and restore it afterwards."""
         if self._whole is not None:
             self._whole.load_state_dict(self.weights())
             self._whole.eval()
@@ -176,23 +153,17 @@ class Learner:
         return {"exchange": self._exchange.state_dict(), "buffers": dict(self.model.named_buffers())}
 
     def add_common_state(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, with a second state that another number of ranks can load.
-
-        It is that after `synchronize()`: training must not go on from here, or it has other bits. All ranks call this.
-        """
+        """Synchronize and add that state, which another number of ranks can load. Training must not go on from it."""
         own = copy.deepcopy(own)  # synchronize() changes the tensors in it
         self.synchronize()
         return {**own, "common": self._optimizer.state_dict(), "world_size": dist.get_world_size()}
 
     def load(self, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
-        """Load a checkpoint; raise ValueError if it is that of another model or compressor.
+        """Load a checkpoint: the shared state, and those of the old ranks that this rank continues from.
 
-        own   states of the old ranks that this rank continues from.
+        Raises RuntimeError if it is that of another model, ValueError if it is that of another compressor.
         """
-        try:
-            self.model.load_state_dict(_shards_of(shared["model"], self.model))
-        except RuntimeError as error:
-            raise DamagedError(f"the weights are not those of the model: {' '.join(str(error).split())}") from None
+        self.model.load_state_dict(_shards_of(shared["model"], self.model))
         if not self._is_ours:
             check_saved(shared["optimizer"], self._optimizer)
             self._optimizer.load_state_dict(shared["optimizer"])
@@ -245,10 +216,7 @@ def _shards_of(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Ten
 
 
 def rehearse(group: LocalGroup, config: Config, device: torch.device) -> None:
-    """Train one small layer for some steps, so that all kernels of a run are compiled; see `Rank`.
-
-    Two ranks that are threads call this. Among the steps are one of the warm-up and a refresh of the second moment.
-    """
+    """Train a small layer for some steps, with a warm-up and a refresh, so that all kernels of a run are compiled."""
     model = nn.Linear(64, 256, device=device)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)

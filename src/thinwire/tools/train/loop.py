@@ -20,12 +20,10 @@ from .config import CONFIG_FILE, Config
 from .control import Control
 from .images import Data
 from .learner import Learner, delay, schedule
-from .metrics import Metrics
-from .view import PHASES, describe_step, say
+from .metrics import PHASES, Metrics, describe_step, say
 
 PATIENCE = 20  # Number of steps in a row without a finite loss after which training fails
 _EVALUATION_BATCH = 256
-_SO_FAR = ("step", "bytes_sent", "bytes_dense")
 _SENT = ("bytes_between_nodes", "bytes_inside_nodes", "bytes_dense")
 _MOST_UNDER_WAY = 16  # Most messages with losses that are under way, so that a signal is seen soon
 _LARGEST = 1 << 53  # Bound of the numbers in a checkpoint: of bytes, steps, samples
@@ -45,10 +43,7 @@ class Counts:
 
 
 class Training:
-    """The training of one rank, from the first step or from a checkpoint. All ranks make one, and call `run`.
-
-    config   the same on all ranks; `out` is the folder of the run
-    """
+    """The training of one rank. All ranks make one with the same config, of which `out` is the folder of the run."""
 
     def __init__(self, config: Config, control: Control, data: Data) -> None:
         assert config.out is not None
@@ -71,10 +66,8 @@ class Training:
         )
         if loaded is not None:
             self._say(f"resuming from step {loaded}")
-        self._seen = SyncStats()
-        """The statistics of the exchange that are in the counts."""
-        self._events: dict[str, None] = {} if loaded is None else {"resume": None}
-        """What has sent further bytes since the last line of metrics, in order and once."""
+        self._seen = SyncStats()  # The statistics of the exchange that are in the counts
+        self._events: dict[str, None] = {} if loaded is None else {"resume": None}  # Since the last line of metrics
         self._last_loss, self._not_finite = 0.0, 0
         self._choice = self._learner.sync.choice
         self._saved = -1 if loaded is None else loaded
@@ -134,8 +127,10 @@ class Training:
                 weights = self._learner.weights()
                 if self._place.rank == 0:
                     write_file(self._folder / "weights.pt", weights)
-        end = self._end("stopped" if stops else "finished", ranks=self._control.gather(self._sent_here()))
-        return {**end, **self._score}
+        stats, shard, rank = self._learner.sync.stats, config.shard, self._place.rank
+        sent = {"rank": rank, **({"replica": rank // shard, "shard": rank % shard} if shard > 1 else {})}
+        sent |= {name: getattr(stats, name) for name in _SENT}
+        return {**self._end("stopped" if stops else "finished", ranks=self._control.gather(sent)), **self._score}
 
     def _end(self, reason: str, **more: Any) -> dict[str, Any]:
         line = {**self._so_far(), **self._after_warmup(), "reason": reason, **more}
@@ -169,7 +164,7 @@ class Training:
         return {name: total - seen.blocked.get(name, 0.0) for name, total in stats.blocked.items()}
 
     def _show_choice(self) -> None:
-        """Show the choice of the auto compressor once, when it is made. A resumed run does not show it again."""
+        """Show the choice of the auto compressor when it is made. A resumed run does not show it again."""
         choice = self._learner.sync.choice
         if choice is not None and choice is not self._choice:
             self._metrics.write("choice", {**self._so_far(), **choice.record()})
@@ -215,22 +210,20 @@ class Training:
         self._events["evaluation"] = None
         self._learner.synchronize()
         self._count_exchange()
-        rank, world_size = self._place.rank, self._place.world_size
-        own = islice(self._data.validation(_EVALUATION_BATCH), rank, None, world_size)
+        own = islice(self._data.validation(_EVALUATION_BATCH), self._place.rank, None, self._place.world_size)
         with self._learner.evaluating(self._control.total):
             totals = self._learner.evaluate(own)
         loss, right, count = self._control.total(totals)
         self._score = {"loss": loss / count, "accuracy": right / count}
         self._metrics.write("evaluation", {**self._so_far(), **self._score})
-        at = f"step {self._counts.step}/{self._config.steps}"
-        self._say(f"{at}  validation loss {loss / count:.4f}, accuracy {right / count:.2%}")
+        done = f"step {self._counts.step}/{self._config.steps}"
+        self._say(f"{done}  validation loss {loss / count:.4f}, accuracy {right / count:.2%}")
 
     def _save(self, *, is_extra: bool = False) -> None:
         """Write a checkpoint, unless there is one of this step or the last loss was not finite.
 
         With local steps, ranks synchronize first: only so can another number of ranks load it. If it is due to a signal
-        (`is_extra`), training stops, and a run without the signal does not synchronize here: such a checkpoint has both
-        states, before it and after it.
+        (`is_extra`), which must not change the bits of the run, it has both states, from before that and after it.
         """
         if self._saved == self._counts.step or not math.isfinite(self._last_loss):
             return
@@ -244,28 +237,19 @@ class Training:
             own = self._learner.add_common_state(own)
             self._count_exchange()
             self._counts.bytes_dense = dense  # these steps count when the resumed run ends the round
-        counts = {**vars(self._counts), "seconds": self._seconds()}
-        shared = {"counts": counts, "learner": self._learner.shared_state()}
+        shared = {"counts": {**vars(self._counts), **self._so_far()}, "learner": self._learner.shared_state()}
         self._checkpoints.save(self._counts.step, shared, {"learner": own})
         self._saved = self._counts.step
 
     def _so_far(self) -> dict[str, Any]:
-        return {**{name: getattr(self._counts, name) for name in _SO_FAR}, "seconds": self._seconds()}
+        counts, seconds = vars(self._counts), self._counts.seconds + time.perf_counter() - self._clock
+        return {name: counts[name] for name in ("step", "bytes_sent", "bytes_dense")} | {"seconds": seconds}
 
     def _after_warmup(self) -> dict[str, float]:
         """Return the reduction of this process's steps after the warm-up, if there are any."""
         stats = self._learner.sync.stats
         has_any = stats.bytes_sent != stats.warmup_bytes_sent
         return {"reduction_after_warmup": stats.reduction_after_warmup} if has_any else {}
-
-    def _sent_here(self) -> dict[str, int]:
-        """Return what this rank has sent in exchanges, and which part of the model it holds if that is sharded."""
-        stats, shard, rank = self._learner.sync.stats, self._config.shard, self._place.rank
-        place = {"rank": rank, **({"replica": rank // shard, "shard": rank % shard} if shard > 1 else {})}
-        return place | {name: getattr(stats, name) for name in _SENT}
-
-    def _seconds(self) -> float:
-        return self._counts.seconds + time.perf_counter() - self._clock
 
 
 def _due(step: int, every: int) -> bool:

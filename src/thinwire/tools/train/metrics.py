@@ -1,4 +1,4 @@
-"""Metrics of a run: always as JSON lines, and optionally for TensorBoard or Weights & Biases.
+"""Metrics of a run: as JSON lines, in what rank 0 prints, and optionally for TensorBoard or Weights & Biases.
 
 Lines of metrics.jsonl, after the conditions that they were measured under (which are written again after each resume):
 
@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from thinwire.tools.record import Writer, conditions
 
 from .config import METRICS_FILE, Config
 
+PHASES = ("compute", "compress", "wait", "decode")
 SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
 Sink = tuple[Callable[[Mapping[str, float], int], object], Callable[[], None]]
@@ -60,7 +62,6 @@ class Metrics:
             write(scalars, int(line["step"]))
 
     def close(self) -> None:
-        """Close the file and the other sinks."""
         for _, close in self._sinks:
             close()
         self._lines.close()
@@ -124,3 +125,46 @@ def _cut(path: Path, first_step: int, last_step: int) -> None:
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:
     parts = {f"{name}/{part}": value for name, of in line.items() if isinstance(of, dict) for part, value in of.items()}
     return {name: value for name, value in {**line, **parts}.items() if isinstance(value, int | float)}
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def describe_step(line: Mapping[str, Any]) -> str:
+    """Return the figures of a step, from its line of metrics.jsonl."""
+    split = "  ".join(f"{phase} {1000 * line['split'][phase]:.1f}" for phase in PHASES)
+    speed = f"{line['samples_per_second']:,.0f} samples/s"
+    return f"loss {line['loss']:.4f}  {speed}  {_sent(line)}  ms: {split}"
+
+
+def describe_end(name: str, end: Mapping[str, Any]) -> str:
+    """Return a line about a training, from the last line of its metrics with its score."""
+    score = f"validation loss {end['loss']:.4f}, accuracy {end['accuracy']:.2%}"
+    return f"{name}: {end['step']:,} steps in {end['seconds']:.1f} s, {score}, {_sent(end)} by each rank"
+
+
+def compare(ours: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+    """Return a sentence that compares two trainings."""
+    return (
+        f"Compared with dense training: {reduction(ours['seconds'], dense['seconds'])} as fast, "
+        f"{100 * ours['bytes_sent'] / dense['bytes_sent']:.1f} % of the bytes, "
+        f"accuracy {ours['accuracy']:.1%} (dense {dense['accuracy']:.1%})."
+    )
+
+
+def reduction(sent: float, dense: float) -> str:
+    """Return the bytes of a dense all-reduce divided by those sent, as text; empty if nothing was sent.
+
+    >>> reduction(10, 375), reduction(10, 15), reduction(10, 10), reduction(3, 2), reduction(0, 0)
+    ('38x', '1.5x', '1.0x', '0.7x', '')
+    """
+    if not sent or not dense:
+        return ""
+    return f"{dense / sent:.1f}x" if dense < 10 * sent else f"{dense / sent:.0f}x"
+
+
+def _sent(line: Mapping[str, Any]) -> str:
+    ratio = reduction(line["bytes_sent"], line["bytes_dense"])
+    return f"{line['bytes_sent'] / 1e6:,.2f} MB sent{f' (reduction {ratio})' if ratio else ''}"

@@ -54,7 +54,6 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the block; x is (batch, length, width)."""
         batch, length, width = x.shape
         query, key, value = (
             part.view(batch, length, self.heads, -1).transpose(1, 2)
@@ -71,14 +70,12 @@ class GPT(nn.Module):
 
     def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
-        self.config = config
         self.tokens = nn.Embedding(256, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=bool(config.bias))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the scores of the next byte at each position; tokens are (batch, length) of int64."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -123,7 +120,6 @@ class CNN(nn.Module):
         self.head = nn.Linear(4 * width, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the scores of the classes; images are (batch, channels, size, size)."""
         x = F.relu(self.conv1(images))
         x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
         x = F.max_pool2d(F.relu(self.norm3(self.conv3(x))), 2)
@@ -163,7 +159,6 @@ class Residual(nn.Module):
             self.skip = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the block; x is (batch, channels, height, width)."""
         inner = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(inner)) + self.skip(x))
 
@@ -182,7 +177,6 @@ class ResNet18(nn.Module):
         self.head = nn.Linear(widths[-1], config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the scores of the classes; images are (batch, 3, 32, 32)."""
         x = self.stages(F.relu(self.norm(self.stem(images))))
         scores: Tensor = self.head(x.mean(dim=(2, 3)))
         return scores
@@ -204,11 +198,7 @@ CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTC
 
 
 def model_config(spec: str) -> ModelConfig:
-    """Return the config of a model from its spec, name:key=value,...; a key that is not given has its default.
-
-    >>> model_config("gpt:layers=4,width=256")
-    GPTConfig(layers=4, width=256, heads=4, context=64, bias=0)
-    """
+    """Return the config of a model from its spec, name:key=value,...; a key that is not given has its default."""
     name, _, rest = spec.partition(":")
     if name not in CONFIGS:
         raise ValueError(f"model {name!r} in {spec!r} is unknown, expected one of {', '.join(CONFIGS)}")

@@ -1,20 +1,12 @@
 """One rank of `thinwire train`, from its set-up to the last line that it prints.
 
-The folder of a run, in `runs/` or where --out says, is locked, so that only one training writes into it:
-
-    config.json     the values of all options
-    metrics.jsonl   a line for each logged step, each evaluation, and the end
-    checkpoints/    see checkpoints.py
-    tensorboard/    logs for TensorBoard, if it is installed
-    weights.pt      the state_dict of the trained model; written when training ends
-    report.html     a page about the run; written when training ends
-    dense/          a folder like this one, of the dense reference
+The folder of a run, in `runs/` or where --out says, is locked, so that only one training writes into it; docs/train.md
+says what is in it.
 """
 
 import fcntl
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,8 +26,8 @@ from .control import Control, pick_device
 from .images import load_data
 from .learner import rehearse
 from .loop import Training
+from .metrics import compare, describe_end, say
 from .models import model_config
-from .view import compare, describe_end, say
 
 _LOCK_FILE = ".lock"
 _MAY_DIFFER = {"out", "data_dir", "download", "workers", "device"}  # Options that may differ between ranks
@@ -47,18 +39,21 @@ class Rank:
     """A rank of `thinwire train`, in a process that has joined the default process group."""
 
     def __init__(self, rank: int, world_size: int, config: Config, place: Place | None = None) -> None:
-        self._place = place = place or Place(rank, world_size, local_rank=rank, local_world_size=world_size)
+        self._place = place or Place(rank, world_size, local_rank=rank, local_world_size=world_size)
         self._config = config
         self._signals: list[int] = []  # that have come
-        self._device = pick_device(config.device, place.local_rank)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
 
     def run(self) -> bool:
         """Train and return whether training finished; False if a signal stopped it."""
         with on_signals(self._signals.append), ExitStack() as stack:
-            control, config = Control(self._place, self._device), self._config
-            self._compare(control)
+            config, device = self._config, pick_device(self._config.device, self._place.local_rank)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            control = Control(self._place, device)
+            first, *others = control.gather(config.record())
+            if differ := {name for other in others for name in first if other[name] != first[name]} - _MAY_DIFFER:
+                names = ", ".join(sorted(differ))
+                raise ValueError(f"expected the same options on all ranks, got several values of {names}")
             data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
             out = self._choose_folder(control, stack)
             config = replace(config, out=out)
@@ -75,15 +70,6 @@ class Rank:
             if self._place.rank == 0:
                 self._show(results, out)
             return bool(results[-1]["reason"] == "finished")
-
-    def _compare(self, control: Control) -> None:
-        """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
-        first, *others = control.gather(self._config.record())
-        differ = {name for other in others for name in first if other[name] != first[name]} - _MAY_DIFFER
-        if differ:
-            raise ValueError(
-                f"expected the same options on all ranks, got several values of {', '.join(sorted(differ))}"
-            )
 
     def _choose_folder(self, control: Control, stack: ExitStack) -> Path:
         """Return the folder of the run, which rank 0 chooses and locks; raise its error on all ranks."""
@@ -103,7 +89,7 @@ class Rank:
     def _compile_kernels(self, control: Control) -> None:
         """Compile or load the kernels that the run needs, which are kept on disk, before its clock starts."""
         started = time.perf_counter()
-        LocalWorld(2, turns=True).run(rehearse, self._config, self._device)
+        LocalWorld(2, turns=True).run(rehearse, self._config, control.device)
         control.gather(None)
         if self._place.rank == 0:
             say(f"kernels compiled or loaded in {time.perf_counter() - started:.1f} s")
@@ -112,7 +98,7 @@ class Rank:
         try:
             report.write([folder], folder / "report.html")
         except (ValueError, OSError) as error:  # training is done, and its files are written
-            print(f"the report could not be made: {error}", file=sys.stderr)
+            say(f"the report could not be made: {error}")
         if results[-1]["reason"] == "finished":
             for name, end in zip((self._config.compressor, "dense"), results, strict=False):
                 print(describe_end(name, end))
@@ -126,18 +112,16 @@ class Rank:
 
 
 def choose_folder(config: Config) -> Path:
-    """Return the folder of the run, and make it if it is new: --out, or the first free one of runs/RECIPE, RECIPE-2 ...
+    """Return the folder of the run, and make it if it is new; raise ValueError if it has a run that is not resumed.
 
-    Raises ValueError if the folder has a run and the config does not resume it, and OSError if it cannot be made.
+    It is --out, or the first free one of runs/RECIPE, runs/RECIPE-2 ...
     """
-    if config.out is None:
-        RUNS.mkdir(exist_ok=True)
-        for number in count(1):
-            folder = RUNS / (f"{config.recipe}-{number}" if number > 1 else config.recipe)
-            with suppress(FileExistsError):  # another job may have made it just now
-                folder.mkdir()
-                return folder
-    assert config.out is not None
+    free = (RUNS / (f"{config.recipe}-{number}" if number > 1 else config.recipe) for number in count(1))
+    while config.out is None:
+        folder = next(free)
+        with suppress(FileExistsError):  # another job may have made it just now
+            folder.mkdir(parents=True)
+            return folder
     if config.resume == "no" and any((config.out / name).exists() for name in (METRICS_FILE, "checkpoints")):
         raise ValueError(f"--out {config.out} holds a run: add --resume auto to go on with it, or give another folder")
     config.out.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,28 @@
 """The thread that sends and receives for a group: what it posts, what it waits for, and in which order.
 
-And with ranks: several all-reduces under way, of which ranks have different ones; no ranks wait in a circle.
+And with ranks: several all-reduces under way, of which ranks have different ones; no ranks wait in a circle. The notice
+board of a group, and ranks that send to one of them in turn.
 """
 
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from support.by_threads import by_threads
 from support.calls import is_right, start
+from support.training import raises
+from thinwire import CollectiveError
+from thinwire.collectives import LocalGroup
 from thinwire.collectives.groups import channels
+from thinwire.collectives.stream import stream
+from thinwire.collectives.transport.board import Board
 from thinwire.collectives.transport.wire import AT_ONCE, Wire
 from thinwire.testing import RankPool, store_barrier
 
@@ -66,9 +77,8 @@ class Fake:
     line: Line
 
     def __init__(
-        self, name: str, rounds: int = 1, *, encoded: bool = True, waits_for_all: bool = False,
-        brings: "Fake | None" = None,
-    ) -> None:  # fmt: skip
+        self, name: str, rounds: int = 1, *, encoded: bool = True, waits_for_all: bool = False, brings: Any = None
+    ) -> None:
         self.name, self.left = name, rounds
         self.encoded, self.waits_for_all, self.has_two_rounds = encoded, waits_for_all, rounds <= 2
         self.brings, self.ended = brings, threading.Event()
@@ -166,13 +176,9 @@ NUMEL, COUNT = 30_000, 6
 
 def come_apart(rank: int, world_size: int, nodes: bool, slow: list[int], options: dict[str, Any]) -> list[bool]:
     """Ranks in `slow` wait for each before they start the next; the others have all of them under way at once."""
-    group: Any = None
-    if nodes:
-        inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        group = (inside, between)
+    group = init_device_mesh("cpu", (2, 2)) if nodes else None
 
-    def begin(number: int) -> tuple[Any, torch.Tensor]:
+    def begin(number: int) -> tuple[Any, Tensor]:
         return start(NUMEL, number, group=group, timeout=SECONDS, **options)
 
     begin(1)[0].wait(SECONDS)  # all agree, and connect
@@ -211,3 +217,68 @@ def test_ranks_that_have_different_ones_under_way(
 ) -> None:
     world_size = 4 if nodes else 3
     assert ranks.run(come_apart, world_size, nodes, slow, options) == [[True] * COUNT] * world_size
+
+
+# The notice board, on a store whose `set` returns before the text is there, as torch's TCPStore does ------------------
+
+
+class Connection(dist.Store):  # type: ignore[name-defined, misc]
+    """A connection to a store that handles its requests in their order, and waits for answers where there are some."""
+
+    def __init__(self, texts: dict[str, bytes]) -> None:
+        super().__init__()
+        self._texts, self._under_way = texts, dict[str, bytes]()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._under_way[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self._texts.update(self._under_way)
+        return all(key in self._texts for key in keys)
+
+    def get(self, key: str) -> bytes:
+        assert self.check([key])
+        return self._texts[key]
+
+
+def test_what_is_written_can_be_read_by_all_ranks() -> None:
+    texts: dict[str, Any] = {}
+    writer, reader = (Board("group", None, Connection(texts)) for _ in range(2))
+    assert reader.read("saved") is None
+    writer.write("saved", "5")
+    assert reader.read("saved") == "5"
+    assert (writer.lost, reader.lost) == (None, None)
+
+
+# Ranks send to one rank in turn ---------------------------------------------------------------------------------------
+
+TURN = 0.6
+OPTIONS: dict[str, Any] = {"to": 0, "most": 10_000, "name": "test"}
+
+
+@by_threads(3)
+def test_a_rank_waits_for_the_turns_before_its_own(group: LocalGroup) -> None:
+    """Rank 1 sends messages for longer than two time-outs, and then rank 2 one."""
+    found: dict[int, set[int]] = {}
+
+    def send() -> Iterator[Tensor]:
+        until = time.monotonic() + (2.3 * TURN if group.rank == 1 else 0.0)
+        yield torch.full((2,), group.rank, dtype=torch.uint8)
+        while time.monotonic() < until:
+            yield torch.full((3,), group.rank, dtype=torch.uint8)
+
+    def receive(source: int, messages: Iterator[Tensor]) -> None:
+        found[source] = {number for message in messages for number in message.tolist()}
+
+    stream(group, torch.device("cpu"), send=send, receive=receive, timeout=TURN, **OPTIONS)
+    assert found == ({} if group.rank else {1: {1}, 2: {2}})
+
+
+@by_threads(3, timeout=30.0)
+def test_ranks_that_wait_for_their_turn_get_the_error_of_another_turn_at_once(group: LocalGroup) -> None:
+    def receive(source: int, messages: Iterator[Tensor]) -> None:
+        raise OSError("no space left")
+
+    with raises(OSError if group.rank == 0 else CollectiveError, "no space left"):
+        messages = [torch.ones(1, dtype=torch.uint8)]
+        stream(group, torch.device("cpu"), send=lambda: messages, receive=receive, timeout=60.0, **OPTIONS)

@@ -1,6 +1,7 @@
-"""`thinwire train --local-steps`: it learns with few bytes, ranks end alike, and a run goes on where it stopped."""
+"""`thinwire train` with --local-steps, --shard and --compressor auto: bytes, what ranks end with, and a resume."""
 
 import math
+import shutil
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.slow import slow
 from support.training_faults import NanBatches, StopInStep
 from support.training_runs import (
     LIMIT,
@@ -16,12 +18,15 @@ from support.training_runs import (
     assert_same_weights,
     changed,
     checkpoints,
+    copy_run,
     lines,
     newest,
     train,
     train_rank,
+    weights,
 )
 from thinwire.testing import RankPool
+from thinwire.tools.train.checks import check
 from thinwire.tools.train.config import Config
 
 RUN = Path("run")
@@ -29,14 +34,17 @@ LOCAL = changed(SMALL, out=RUN, local_steps=8, steps=44, checkpoint_every=20, ev
 """Rounds end after steps 8, 16, ...; an exchange is under way for 4 steps. Checkpoints and the end are in between."""
 
 
-def states(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """The weights of each rank in the newest checkpoint, which are the common ones when ranks have synchronized."""
+def common_weights(folder: Path, size: int) -> dict[str, torch.Tensor]:
+    """The weights in the newest checkpoint, which all ranks have when they have synchronized."""
     found = []
-    for path in sorted(newest(folder).glob("rank*.pt")):
-        ours = torch.load(path, weights_only=True)["learner"]["exchange"]["thinwire"]
+    for rank in range(size):
+        state = torch.load(newest(folder) / f"rank{rank}.pt", weights_only=True)
+        ours = state["learner"]["exchange"]["thinwire"]
         assert ours["weights"] is None, "not in the middle of a round"
         found.append(ours["common"])
-    return found
+    for name, tensor in found[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in found), name
+    return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +64,8 @@ def test_it_learns_with_few_bytes_and_ranks_end_alike(whole: Path) -> None:
     assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     assert evaluated["step"] == 44
     assert evaluated["loss"] < steps[0]["loss"]
-    first, *others = states(whole)
-    assert len(others) == 2
-    written = torch.load(whole / "weights.pt", weights_only=True)
-    for name, tensor in first.items():
-        assert all(torch.equal(tensor, other[name]) for other in others), name
+    written = weights(whole)
+    for name, tensor in common_weights(whole, 3).items():
         assert torch.equal(tensor, written[name].flatten()), name
     dense = 44 * 2 * (3 - 1) / 3 * 4 * sum(tensor.numel() for tensor in written.values())
     assert end["bytes_dense"] == pytest.approx(dense, rel=0.01)
@@ -97,9 +102,7 @@ def test_another_number_of_ranks_goes_on(ranks: RankPool, tmp_path: Path) -> Non
     assert ended.finished, ended
     assert "damaged" not in ended.err
     assert "resuming from step 27\n" in ended.err
-    first, *others = states(tmp_path / RUN)
-    assert len(others) == 1
-    assert all(torch.equal(tensor, others[0][name]) for name, tensor in first.items())
+    common_weights(tmp_path / RUN, 2)
     *_, last = lines(tmp_path / RUN, "step")
     assert last["loss"] < lines(tmp_path / RUN, "step")[0]["loss"]
 
@@ -136,13 +139,12 @@ def test_a_loss_that_stays_nan_is_an_error(ranks: RankPool, tmp_path: Path) -> N
 
 def test_dense_and_quantized_differences(ranks: RankPool, tmp_path: Path) -> None:
     for compressor, less in (("none", 4), ("quantize:bits=4", 20)):
-        config = changed(LOCAL, compressor=compressor, optimizer="sgd", lr=0.02, steps=24, checkpoint_every=0)
-        config = changed(config, out=Path(f"run-{less}"))
-        assert train(ranks, 2, config, tmp_path).finished
-        (end,) = lines(tmp_path / f"run-{less}", "end")
-        assert end["bytes_sent"] < end["bytes_dense"] / less, compressor
-        first, other = states(tmp_path / f"run-{less}")
-        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items()), compressor
+        out = Path(f"run-{less}")
+        more = {"optimizer": "sgd", "lr": 0.02, "steps": 24, "checkpoint_every": 0}
+        assert train(ranks, 2, changed(LOCAL, out=out, compressor=compressor, **more), tmp_path).finished
+        (end,) = lines(tmp_path / out, "end")
+        assert end["bytes_dense"] / (4 * less) < end["bytes_sent"] < end["bytes_dense"] / less, compressor
+        common_weights(tmp_path / out, 2)
 
 
 def test_dense_training_to_compare_with_exchanges_every_step(ranks: RankPool, tmp_path: Path) -> None:
@@ -153,3 +155,68 @@ def test_dense_training_to_compare_with_exchanges_every_step(ranks: RankPool, tm
     dense, ours = (lines(folder, "end")[0] for folder in (tmp_path / RUN / "dense", tmp_path / RUN))
     assert dense["bytes_dense"] == ours["bytes_dense"]
     assert dense["bytes_sent"] >= dense["bytes_dense"]
+
+
+# Shards.
+
+GPT = changed(SMALL, model="gpt:layers=1,width=64,heads=2,context=16", data="text", batch=4, steps=8, out=Path("run"))
+
+
+def test_ranks_of_a_replica_share_bytes_and_learn(ranks: RankPool, tmp_path: Path) -> None:
+    """Two replicas of two ranks, beside two ranks of DDP."""
+    for name, size, shard in (("ddp", 2, 1), ("sharded", 4, 2)):
+        assert train(ranks, size, changed(GPT, out=Path(name), shard=shard), tmp_path).finished
+    ddp, sharded = (lines(tmp_path / name, "step") for name in ("ddp", "sharded"))
+    assert sharded[-1]["bytes_sent"] == pytest.approx(ddp[-1]["bytes_sent"] / 2, rel=0.05)
+    assert sharded[-1]["bytes_dense"] == pytest.approx(ddp[-1]["bytes_dense"] / 2, rel=0.01)
+    assert sharded[-1]["loss"] < sharded[0]["loss"]
+    (evaluated,) = lines(tmp_path / "sharded", "evaluation")
+    assert evaluated["loss"] < 6
+    found = [lines(tmp_path / name, "end")[0]["ranks"] for name in ("ddp", "sharded")]
+    assert [(each["rank"], each["replica"], each["shard"]) for each in found[1]] == [
+        (0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1),
+    ]  # fmt: skip
+    assert ["replica" in each for each in found[0]] == [False, False]
+    for each in found[1]:
+        assert each["bytes_between_nodes"] == pytest.approx(found[0][0]["bytes_between_nodes"] / 2, rel=0.05)
+        assert each["bytes_between_nodes"] < each["bytes_dense"]
+        assert each["bytes_inside_nodes"] == 0  # those of FSDP are not thinwire's
+
+
+def test_what_cannot_be_sharded_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"shard": 0}, "--shard 0, expected 1 to "),
+        ({"shard": 2, "model": SMALL.model, "data": "digits"}, "expected a gpt"),
+        ({"shard": 2, "compressor": "quantize:bits=8"}, "expected a sparse compressor, default, auto or none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(changed(GPT, **changes))
+    ended = train(ranks, 3, changed(GPT, shard=2), tmp_path)
+    assert ended.error == "--shard 2 with 3 ranks, expected a divisor of their number"
+
+
+# Auto.
+
+OVER = 34
+"""Steps after which there is a choice."""
+AUTO = changed(SMALL, compressor="auto", steps=OVER + 12, checkpoint_every=OVER + 4, keep=9)
+
+
+@pytest.mark.parametrize("optimizer", [slow("adamw"), "sgd"])
+def test_it_says_what_it_chose_and_goes_on_with_it(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+    config = changed(AUTO, optimizer=optimizer, out=tmp_path / "run")
+    shown = train(ranks, 2, config, tmp_path)
+    (choice,) = lines(tmp_path / "run", "choice")
+    assert choice["step"] <= OVER
+    assert choice["candidates"][0] == "none"
+    assert choice["compressor"] in choice["candidates"]
+    assert all(seconds > 0 for seconds in choice["step_seconds"])
+    assert f"auto: {choice['reason']}" in shown.err
+
+    again = copy_run(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(newest(again))
+    (again / "weights.pt").unlink()
+    assert checkpoints(again) == [OVER + 4]
+    train(ranks, 2, changed(config, out=again, resume="auto"), tmp_path)
+    assert lines(again, "choice") == [choice]  # not measured again
+    assert_same_weights(tmp_path / "run", again)

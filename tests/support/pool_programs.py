@@ -1,4 +1,4 @@
-"""Starts processes while signals come, which a thread without blocked signals may take."""
+"""Programs with ranks that something happens to: signals while the ranks start, or the death of their parent."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import threading
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from thinwire.testing import RankPool
 from thinwire.testing.pool import Workers
 
 
@@ -17,7 +18,8 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise Stop
 
 
-def main() -> None:
+def start_while_signals_come() -> None:
+    """A thread without blocked signals may take them."""
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     signal.signal(signal.SIGTERM, stop)
     started: list[BaseProcess] = []
@@ -34,3 +36,24 @@ def main() -> None:
             pass
     except Stop:
         print("stopped after", len(started))
+
+
+class Waiting:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+
+    def wait(self, first: bool) -> int:
+        threading.Event().wait(0 if first else 60)
+        return os.getpid()
+
+
+def get_id(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def hold_ranks() -> None:
+    """Hold four for a minute."""
+    with RankPool() as pool, Workers(2) as workers:
+        workers.form(2, Waiting)
+        print(*workers.ask("wait", True), *pool.run(get_id, 2), flush=True)
+        workers.ask("wait", False)

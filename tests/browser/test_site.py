@@ -1,4 +1,4 @@
-"""The docs build as a site without a warning, and every link and public name of it leads somewhere."""
+"""The docs build as a site without a warning, every link and public name leads somewhere, and search works."""
 
 import re
 from html.parser import HTMLParser
@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from playwright.sync_api import Browser
 
 import thinwire
 import thinwire.testing
@@ -76,3 +77,20 @@ def test_markdown_of_code_hosts_and_docstrings_is_read(site: Path) -> None:
     assert "<li><code>chunk</code>: a power of two" in reference  # a list of arguments
     assert "<blockquote>" not in reference  # a doctest that is not marked as code
     assert ":::" not in reference
+
+
+def test_search_works_without_a_server(browser: Browser, site: Path) -> None:
+    """And opened as files, pages ask for nothing from elsewhere."""
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("requestfailed", lambda request: errors.append(request.url))
+    page.on("request", lambda request: errors.append(request.url) if not request.url.startswith("file:") else None)
+    page.goto((site / "index.html").as_uri())
+    page.fill("input.md-search__input", "consolidate_state_dict")
+    page.locator(".md-search-result__meta", has_text="matching documents").wait_for(timeout=30_000)
+    links = page.locator("a.md-search-result__link").evaluate_all("links => links.map(link => link.href)")
+    page.close()
+    assert any("/reference.html" in link for link in links), links
+    assert any("/training.html" in link for link in links), links
+    assert not errors
