@@ -11,22 +11,28 @@ import torch
 from thinwire import AdamW, Collective, Policy, Synchronizer
 from thinwire.collectives import LocalWorld
 from thinwire.compressors import Compressor, format_spec
-from thinwire.sync import trials as trials_module
-from thinwire.sync.auto import GRADIENTS, MARGIN, Choice, decide, updates
-from thinwire.sync.peers import Peers
-from thinwire.sync.trials import BEFORE, STEPS, TURNS, Auto, schedule
+from thinwire.sync import auto
+from thinwire.sync.auto import BEFORE, GRADIENTS, MARGIN, STEPS, TURNS, Choice, Trials, decide, schedule, updates
+from thinwire.sync.policy import Way
+from thinwire.sync.slots import Peers
 
 UPDATES = updates(2)
 """What two ranks may send updates by."""
 SPECS = NONE, EIGHT, TOPK = tuple(map(format_spec, UPDATES))
 
 
-def trials_of(compressors: tuple[Compressor, ...], warmup: int = 0, families: dict[str, int] | None = None) -> Auto:
-    return Auto(Policy("auto", warmup=[(warmup, "none")] if warmup else ()), families, compressors)
+def trials_of(compressors: tuple[Compressor, ...], warmup: int = 0) -> Trials:
+    peers = Peers(LocalWorld(1).groups[0], None)
+    return Trials(peers, warmup_steps=warmup, of_updates=compressors == UPDATES)
 
 
-def tried(trials: Auto, step: int, numel: int = 10_000) -> str:
-    return format_spec(trials._compressor_of("a", numel, step, trials._chosen_at(step)))
+def way(trials: Trials, step: int, warmup: int = 0) -> Way:
+    policy = Policy("auto", warmup=[(warmup, "none")] if warmup else ())
+    return policy.way(step, trials.chosen_at(step), is_trial=trials.choice is None)
+
+
+def tried(trials: Trials, step: int, numel: int = 10_000, warmup: int = 0) -> str:
+    return format_spec(way(trials, step, warmup).compressor_of("a", numel))
 
 
 DENSE_STAYS, NOT_MEASURED = "no step is clearly faster than dense", "not every compressor could be measured"
@@ -63,15 +69,16 @@ def test_every_compressor_has_its_turns_and_updates_come_last() -> None:
     assert set(order[-TURNS * STEPS :]) == {2}
     assert schedule(GRADIENTS)[:STEPS] == [0] * STEPS
     trials = trials_of(UPDATES, 5)
-    found = [trials.tries_gradients(step) for step in range(5, trials.end)]
+    found = [way(trials, step, 5).by_gradients for step in range(5, trials.end)]
     assert found == [True] * 2 * TURNS * STEPS + [False] * TURNS * STEPS
 
 
 def test_trials_come_after_the_warm_up_and_after_ddp_has_its_buckets() -> None:
     for warmup, start in ((0, BEFORE), (10, 10)):
         trials = trials_of(GRADIENTS, warmup)
-        assert [tried(trials, step) for step in (start - 1, start, start + STEPS)] == [NONE, NONE, EIGHT]
-        assert tried(trials, start + STEPS, numel=10) == NONE, "small tensors are dense until the choice"
+        steps = start - 1, start, start + STEPS
+        assert [tried(trials, step, warmup=warmup) for step in steps] == [NONE, NONE, EIGHT]
+        assert tried(trials, start + STEPS, 10, warmup) == NONE, "small tensors are dense until the choice"
         assert trials.end == start + 2 * TURNS * STEPS
 
 
@@ -79,7 +86,7 @@ def test_trials_come_after_the_warm_up_and_after_ddp_has_its_buckets() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Time that stands still until a test sets it."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(trials_module, "time", clock)
+    monkeypatch.setattr(auto, "time", clock)
     return clock
 
 
@@ -108,13 +115,10 @@ def test_trials_that_were_saved_in_the_middle_end_with_the_same_measurements(clo
 
 
 def test_another_world_size_measures_again_unless_updates_were_sent() -> None:
-    for compressors, families, best, expected in (
-        (GRADIENTS, None, 1, None),
-        (UPDATES, {"a": 0}, 0, None),
-        (UPDATES, {"a": 0}, 1, EIGHT),
-        (UPDATES, {"a": 0}, 2, TOPK),
-    ):
-        saved, resumed = (trials_of(compressors, families=families) for _ in range(2))
+    for compressors, best, expected in (
+        (GRADIENTS, 1, None), (UPDATES, 0, None), (UPDATES, 1, EIGHT), (UPDATES, 2, TOPK),
+    ):  # fmt: skip
+        saved, resumed = (trials_of(compressors) for _ in range(2))
         specs = tuple(map(format_spec, compressors))
         saved.choice = decide(specs, [1.0 if number == best else 2.0 for number in range(len(specs))])
         resumed.load_state_dict({**saved.state_dict(), "steps": 100}, same_world=False)
@@ -125,7 +129,7 @@ def test_another_world_size_measures_again_unless_updates_were_sent() -> None:
 
 def test_measurements_of_another_world_size_do_not_count() -> None:
     """In the middle of the trials of updates there is no way back, so these end, and dense is chosen."""
-    saved, resumed = (trials_of(UPDATES, families={"a": 0}) for _ in range(2))
+    saved, resumed = (trials_of(UPDATES) for _ in range(2))
     saved._turns = {number: [[1.0]] for number in range(3)}
     step = saved.end - 2
     resumed.load_state_dict({**saved.state_dict(), "steps": step}, same_world=False)
@@ -137,7 +141,8 @@ def test_measurements_of_another_world_size_do_not_count() -> None:
 def test_one_rank_measures_nothing() -> None:
     """A process without a group, too."""
     trials = trials_of(UPDATES)
-    trials.choose_if_due(Peers(LocalWorld(1).groups[0], None), 0, torch.device("cpu"))
+    trials.choose_if_due(0, torch.device("cpu"))
+    assert trials.choice is not None
     assert (trials.choice.compressor, trials.choice.step_seconds) == (NONE, [])
     assert "there is one rank" in trials.choice.reason
 

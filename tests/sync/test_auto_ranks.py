@@ -36,8 +36,7 @@ from support.training import (
 from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.compressors import format_spec
-from thinwire.sync.auto import GRADIENTS, updates
-from thinwire.sync.trials import BEFORE, STEPS, TURNS
+from thinwire.sync.auto import BEFORE, GRADIENTS, STEPS, TURNS, updates
 from thinwire.testing import RankPool, run_threads
 
 UPDATES = updates(2)
@@ -249,7 +248,8 @@ def test_second_moments_are_those_of_the_average_again(group: LocalGroup) -> Non
 def test_a_time_that_one_rank_lacks_is_not_averaged(group: LocalGroup) -> None:
     """Rank 1 could not measure 8 bits, which are slower than dense. As 0 s it would make their average 1.5 s."""
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
-    sync.assignment.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]  # type: ignore[attr-defined]
+    trials: Any = sync.trials
+    trials.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]
     train(sync, model, group, OVER + 1)
     assert sync.choice is not None
     assert sync.choice.compressor == "none"

@@ -69,11 +69,11 @@ def test_warm_up_phases_and_a_dense_one_is_dense_in_all_parameters() -> None:
     assert found == expected + ["topk:ratio=1/64"] * 2
     assert policy.warmup_steps == 9
     assert [policy.phase(step) for step in (0, 1, 2, 4, 5, 8, 9, 10**9)] == [0, 0, 1, 1, 2, 3, 4, 4]
-    assert [policy.is_dense(step) for step in (0, 1, 2, 9)] == [True, True, False, False]
-    assert Policy("none").is_dense(0)
-    assert not Policy("none", overrides={"x": FINAL}).is_dense(0)
-    assert not Policy(FINAL, overrides={"*": "none"}).is_dense(0)
-    assert not Policy("none", warmup=[(1, FINAL)]).is_dense(0)
+    assert [policy.way(step).is_dense for step in (0, 1, 2, 9)] == [True, True, False, False]
+    assert Policy("none").way(0).is_dense
+    assert not Policy("none", overrides={"x": FINAL}).way(0).is_dense
+    assert not Policy(FINAL, overrides={"*": "none"}).way(0).is_dense
+    assert not Policy("none", warmup=[(1, FINAL)]).way(0).is_dense
 
 
 WRONG: dict[str, list[Any]] = {

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire import TopK
+from thinwire import Synchronizer, TopK
+from thinwire.collectives import LocalWorld
 from thinwire.sync.buckets import Slice
 from thinwire.sync.residuals import NamedVectors, Residuals
 
@@ -214,3 +215,13 @@ def test_saved_scaled_and_loaded() -> None:
     state.residual.zero_()
     assert again.state(part).residual.tolist() == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
     assert not again["a"].any()
+
+
+def test_shares_of_residuals_stay_the_same_when_members_leave() -> None:
+    group: Any = LocalWorld(4).groups[0]
+    sync = Synchronizer("topk:ratio=1/8", group=group)
+    sync.unsent.slice(["a"], [5], torch.float32, CPU).fill_(1.0)
+    assert sync.world_size == 4
+    group.size = 2  # as that of an `ElasticGroup` whose members leave
+    sync.follow_group(4)
+    assert (sync.world_size, sync.residuals["a"].tolist()) == (2, [0.5] * 5)

@@ -283,7 +283,8 @@ class CompressedOptimizer(Optimizer):
         if not sync.policy.auto or sync.choice is not None:
             return
         before = parameters.sent_as_updates(sync.steps - 1)
-        sync.assignment.choose_if_due(sync.peers, sync.steps, parameters.device)
+        assert sync.trials is not None
+        sync.trials.choose_if_due(sync.steps, parameters.device)
         after = set(parameters.sent_as_updates(sync.steps))
         self._to_gradients([name for name in before if name not in after])
 

@@ -7,7 +7,7 @@ never compressed together.
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..compressors import compressor as parsed
 from ..sync.buckets import shaped
 from ..sync.checkpoint import DamagedError
+from ..sync.policy import Way
 from ..sync.residuals import NamedVectors
 from ..sync.synchronizer import Synchronizer
 
@@ -137,7 +137,7 @@ class Parameters:
         self.absent: set[str] = set()  # those that take no part in the step under way
         own = {name: kinds[families.of(name).group] for name in given}
         self._names = {kind: {name for name in given if kind in own[name]} for each in kinds for kind in each}
-        self._sent_as_gradients: dict[Hashable, set[str]] = {}  # by phase
+        self._sent_as_gradients: dict[Way, set[str]] = {}
         self.load_moments({})
 
     @property
@@ -172,11 +172,7 @@ class Parameters:
 
     def warms_up(self, step: int) -> bool:
         """Return whether a step is that of torch's optimizer: in the warm-up until it is sparse, and in some trials."""
-        policy = self.sync.policy
-        phase = policy.phase(step)
-        if phase >= len(policy.warmup):
-            return self.sync.assignment.tries_gradients(step)
-        return not parsed(policy.warmup[phase][1]).sparse
+        return self.sync.way(step).by_gradients
 
     def sent_as_updates(self, step: int, groups: Collection[int] | None = None) -> list[str]:
         """Return the names of parameters, of these groups or all, whose updates are sent at a step."""
@@ -188,11 +184,8 @@ class Parameters:
 
     def sent_as_gradients(self, step: int) -> set[str]:
         """Return the names of parameters whose gradients are sent, beside updates of others."""
-        policy = self.sync.policy
-        key = policy.phase(step), self.sync.dense
-        if policy.auto or key not in self._sent_as_gradients:
-            sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
-            sizes = [(name, parameter.numel()) for name, parameter in self.given.items()]
-            found = {name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)}
-            self._sent_as_gradients[key] = found
-        return self._sent_as_gradients[key]
+        way = self.sync.way(step)
+        if way not in self._sent_as_gradients:
+            found = {name for name, p in self.given.items() if way.sends_gradient(name, p.numel())}
+            self._sent_as_gradients[way] = found
+        return self._sent_as_gradients[way]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import Compressor, NoCompression
-from ..kernels.joined import Flat, Joined, tensors_of
+from ..kernels.joined import Flat, tensors_of
 
 _TAKEN_OUT = 1 << 16
 """A larger packed parameter interrupts a slice: zeros in its place would cost more than a second slice."""
@@ -32,25 +32,6 @@ class Bucket(NamedTuple):
 
     def parts(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.tensor.split(list(self.sizes)), strict=True))
-
-
-class Together(NamedTuple):
-    """Buckets that are sent together, as if they were one. Their gradients stay where they are."""
-
-    flat: Flat
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-
-def together(buckets: Sequence[Bucket]) -> Together:
-    """Return buckets as one; their tensors must have the same dtype and device."""
-    if len(buckets) == 1:
-        return Together(*buckets[0])
-    return Together(
-        Joined([bucket.tensor for bucket in buckets]),
-        tuple(name for bucket in buckets for name in bucket.names),
-        tuple(size for bucket in buckets for size in bucket.sizes),
-    )
 
 
 @dataclass(frozen=True)
@@ -95,19 +76,17 @@ class Packed(NamedTuple):
 class PackedGradients(NamedTuple):
     """Packed parameters of one bucket that wait to be sent together with those of other buckets."""
 
-    bucket: Together
+    flat: Flat  # the gradient of the bucket
     parts: Sequence[Packed]
     compressor: Compressor
     copied: Tensor | None  # the gradients, one after the other; None if the bucket still holds them when they are sent
 
     @property
     def nbytes(self) -> int:
-        return sum(part.stop - part.start for part in self.parts) * self.bucket.flat.dtype.itemsize
+        return sum(part.stop - part.start for part in self.parts) * self.flat.dtype.itemsize
 
     def pieces(self) -> list[Tensor]:
-        if self.copied is not None:
-            return [self.copied]
-        return [piece for part in self.parts for piece in tensors_of(self.bucket.flat[part.start : part.stop])]
+        return [piece for part in self.parts for piece in tensors_of(self.flat[part.start : part.stop])]
 
 
 class BucketPlan(NamedTuple):

@@ -80,10 +80,9 @@ class Choice(NamedTuple):
     """The states of a checkpoint that this rank uses."""
 
     alike: State  # state for values that are the same on all ranks; this rank's own if the world size is the same
-    taken: list[State]  # states of the old ranks whose residuals this rank takes over
+    taken: list[State]  # states of the old ranks whose residuals this rank takes over; empty if they are missing
     factor: float
     same_world: bool
-    is_lost: bool = False  # True if the state of this rank itself is missing, with the same number of ranks
 
 
 def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:
@@ -143,12 +142,10 @@ def choose(given: States, rank: int, world_size: int, *, strict: bool = True) ->
         taken=taken,
         factor=world_size / saved_size,
         same_world=world_size == saved_size,
-        is_lost=world_size == saved_size and rank not in by_rank,
     )
 
 
 def _check_types(state: State) -> None:
-    """Raise DamagedError if a value of a state has a type or a size that thinwire does not save."""
     for name, kind in _TYPES.items():
         value = state[name]
         if not isinstance(value, kind) or isinstance(value, bool):

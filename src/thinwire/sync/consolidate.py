@@ -8,7 +8,6 @@ import io
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -103,10 +102,9 @@ class Saves:
     """
 
     def __init__(self) -> None:
-        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()  # of this among a channel's synchronizers
-        self._noted: tuple[Channel, str, int] | None = None  # by the last call: a key on the channel's board, and steps
+        self._numbers: dict[Channel, int] = {}  # of this among a channel's synchronizers
         self._has_warned = False
-        self.are_noted = False  # since the last check
+        self.noted: tuple[Channel, str, int] | None = None  # since the last check: a key on the board, and steps
 
     def number(self, channels: Sequence[Channel]) -> None:
         """Number this synchronizer among those of its channels. All ranks call this in the same order."""
@@ -114,20 +112,20 @@ class Saves:
             if channel not in self._numbers:
                 self._numbers[channel] = next(channel.users)
 
-    def note(self, channels: Sequence[Channel], steps: int) -> None:
-        channel = next((each for each in channels if each.size > 1), None)
-        if channel is None or self._has_warned or (self._noted is not None and self._noted[2] == steps):
+    def note(self, steps: int) -> None:
+        """Note on the board of a group that this rank has saved its state, after so many steps."""
+        channel = next((each for each in self._numbers if each.size > 1), None)
+        if channel is None or self._has_warned or self.noted is not None or not steps:
             return
-        self._noted = channel, f"saved/{self._numbers[channel]}", steps
-        self.are_noted = True
-        channel.board.write(f"{self._noted[1]}/{channel.rank}", str(steps))
+        self.noted = channel, f"saved/{self._numbers[channel]}", steps
+        channel.board.write(f"{self.noted[1]}/{channel.rank}", str(steps))
 
     def check(self) -> None:
         """Warn on rank 0, at the end of the step after a call, if its neighbour has not called; once."""
-        self.are_noted = False
-        if self._noted is None or self._noted[0].rank != 0:
+        assert self.noted is not None
+        (channel, key, steps), self.noted = self.noted, None
+        if channel.rank != 0:
             return
-        channel, key, steps = self._noted
         theirs = channel.board.read(f"{key}/1")
         if channel.board.lost is None and (theirs is None or int(theirs) < steps):  # it may have called once more since
             self._has_warned = True
@@ -135,5 +133,5 @@ class Saves:
                 f"rank {channel.ranks[0]} called state_dict(), and rank {channel.ranks[1]} did not. Residuals and "
                 "momentum differ between ranks: what one rank saves alone cannot be loaded by the others. Call "
                 "consolidate_state_dict() on all ranks before, or save the state_dict() of every rank",
-                stacklevel=4,
+                stacklevel=3,
             )

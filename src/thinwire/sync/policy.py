@@ -1,20 +1,15 @@
-"""How each parameter is sent at each step: the policy says it, and its assignment for the buckets of a run."""
+"""How each parameter is sent at each step: the policy says it, and a `Way` is its answer for some steps."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
-
-import torch
 
 from ..compressors import Compressor, NoCompression, TopK, format_spec
 from ..compressors import compressor as parsed
 from ..compressors.by_ranks import default_compressor, halvings
-from .auto import Choice
-from .buckets import BucketPlan, Together, plan_bucket
-from .peers import Peers
+from .buckets import BucketPlan, plan_bucket
 
 DENSE = NoCompression()
 AUTO, DEFAULT = "auto", "default"
@@ -108,38 +103,31 @@ class Policy:
                 return index
         return len(self.warmup) + (halvings(self.ranks or 2, step - end) if self.by_ranks else 0)
 
-    def is_dense(self, step: int, chosen: Compressor | None = None) -> bool:
-        """Return whether no parameter is compressed at this step; `chosen` as for `compressor_of`."""
-        phase = self.phase(step)
-        if phase < len(self.warmup):
-            return isinstance(self.warmup[phase][1], NoCompression)
-        return all(isinstance(one, NoCompression) for one in (chosen or self.final, *self.overrides.values()))
+    def way(self, step: int, chosen: Compressor | None = None, *, is_trial: bool = False) -> "Way":
+        """Return how parameters are sent at a step. With "auto", `chosen` is what is chosen, or tried if `is_trial`."""
+        after = step - self.warmup_steps
+        by_ranks = default_compressor(self.ranks or 2, max(0, after)) if self.by_ranks else None
+        final, overrides = chosen or by_ranks or self.final, {key: parsed(one) for key, one in self.overrides.items()}
+        compresses_finally = _compresses(final, overrides)
+        by_gradients = is_trial and chosen is not None and not chosen.sparse
+        if after < 0:
+            final, overrides = parsed(self.warmup[self.phase(step)][1]), {}
+            by_gradients = not final.sparse
+        compresses = _compresses(final, overrides)
+        small = parsed(self.small_compressor) if compresses and compresses_finally and not is_trial else DENSE
+        return Way(self, final, small, overrides, is_dense=not compresses, by_gradients=by_gradients)
+
+    def compressor_of(self, name: str, numel: int, step: int) -> Compressor:
+        """Return the compressor of a parameter at a step, `DENSE` if it has none."""
+        return self.way(step).compressor_of(name, numel)
 
     def is_excluded(self, name: str) -> bool:
-        is_dense = isinstance(self._of_layer(name), NoCompression)
+        is_dense = isinstance(_override(name, self.overrides), NoCompression)
         return is_dense or not _fits(name, self.include) or _fits(name, self.exclude)
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether this parameter is packed with other small ones; optimizers send its gradient, no update."""
         return numel < self.min_numel and not self.is_excluded(name)
-
-    def _of_layer(self, name: str) -> Compressor | None:
-        return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
-
-    def compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None = None) -> Compressor:
-        """Return the compressor at this step, `DENSE` if it has none; `chosen` by "auto" replaces `final`."""
-        if self.is_excluded(name):
-            return DENSE
-        if self.is_small(name, numel):
-            compresses = not self.is_dense(step, chosen) and not self.is_dense(self.warmup_steps, chosen)
-            return parsed(self.small_compressor) if compresses else DENSE
-        phase = self.phase(step)
-        if phase < len(self.warmup):
-            return parsed(self.warmup[phase][1])
-        given = self._of_layer(name) or chosen
-        if given is None and self.by_ranks:
-            return default_compressor(self.ranks or 2, step - self.warmup_steps)
-        return given or self.final
 
     def check_order(self) -> None:
         """Raise ValueError if a dense phase follows a compressed one: residuals would stay. "auto" sends them dense."""
@@ -215,68 +203,60 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class Assignment:
-    """Assigns the compressors of the policy. With `families`, by parameter, it is that of an optimizer."""
+def _override(name: str, overrides: Mapping[str, Spec]) -> Compressor | None:
+    return next((parsed(given) for pattern, given in overrides.items() if fnmatchcase(name, pattern)), None)
 
-    choice: Choice | None = None
 
-    def __init__(self, policy: Policy, families: Mapping[str, int] | None) -> None:
-        self.policy, self._families = policy, families
-        self.sizes: Mapping[str, int] = {}  # numels of known parameters, over all shards
-        self.dense: frozenset[str] = frozenset()
-        self._chosen: Compressor | None = None  # in place of the policy's final one in the current step
-        self._plans: dict[Hashable, BucketPlan] = {}
+def _compresses(given: Compressor, overrides: Mapping[str, Compressor]) -> bool:
+    return not all(isinstance(one, NoCompression) for one in (given, *overrides.values()))
 
-    def begin(self, peers: Peers, step: int, device: torch.device) -> None:
-        """Choose the compressor of the step that begins; the base class does nothing."""
 
-    def plan(self, bucket: Together, step: int, mode: Hashable) -> BucketPlan:
-        """Return how a bucket is cut into slices and packed parameters; with another mode, slices are other objects."""
-        policy = self.policy
-        families = tuple(None if self._families is None else self._families[name] for name in bucket.names)
-        key = bucket.names, families, policy.phase(step), mode, self.dense
-        made = self._plans.get(key)
-        if made is None:
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How parameters are sent at the steps of a phase: every question about it is asked here.
+
+    compressor     of parameters that are not small, excluded or overridden.
+    is_dense       nothing is compressed.
+    by_gradients   an optimizer sends all gradients, as torch's would: in the warm-up until it is sparse, and in trials.
+    families       the number of each parameter's family, if an optimizer sends.
+    sizes          numels of sharded parameters, over all shards.
+    dense          parameters that are sent dense, whatever the policy says.
+    """
+
+    policy: Policy
+    compressor: Compressor
+    small: Compressor
+    overrides: Mapping[str, Compressor]
+    is_dense: bool
+    by_gradients: bool
+    families: Mapping[str, int] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    dense: frozenset[str] = frozenset()
+    _plans: dict[Hashable, BucketPlan] = field(default_factory=dict)
+
+    def compressor_of(self, name: str, numel: int) -> Compressor:
+        if name in self.dense or self.policy.is_excluded(name):
+            return DENSE
+        if numel < self.policy.min_numel:
+            return self.small
+        return _override(name, self.overrides) or self.compressor
+
+    def sends_gradient(self, name: str, numel: int) -> bool:
+        """Return whether a parameter's gradient is sent, beside updates of others."""
+        return self.policy.is_small(name, numel) or isinstance(self.compressor_of(name, numel), NoCompression)
+
+    def plan(self, names: tuple[str, ...], sizes: Sequence[int]) -> BucketPlan:
+        """Return how a bucket is cut into slices and packed parameters: the same objects as long as it is the same."""
+        families = tuple(None if self.families is None else self.families[name] for name in names)
+        plan = self._plans.get((names, families))
+        if plan is None:
             # A policy goes by the size of the whole parameter, so that it is the same for all shards.
-            sized = [(name, self.sizes.get(name, size)) for name, size in zip(bucket.names, bucket.sizes, strict=True)]
-            compressors = [self._compressor_of(name, size, step, self._chosen) for name, size in sized]
+            sized = [(name, self.sizes.get(name, size)) for name, size in zip(names, sizes, strict=True)]
+            compressors = [self.compressor_of(name, size) for name, size in sized]
             small = {
                 name
                 for (name, size), given in zip(sized, compressors, strict=True)
-                if policy.is_small(name, size) and (self._families is not None or given != policy.final)
+                if self.policy.is_small(name, size) and (self.families is not None or given != self.policy.final)
             }
-            made = self._plans[key] = plan_bucket(
-                bucket.names, sizes=bucket.sizes, compressors=compressors, families=families, small=small
-            )
-        return made
-
-    def is_dense(self, step: int) -> bool:
-        return self.policy.is_dense(step, self._chosen)
-
-    def sends_dense(self, name: str, numel: int, step: int) -> bool:
-        return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
-
-    def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:
-        if name in self.dense:
-            return DENSE
-        return self.policy.compressor_of(name, numel=numel, step=step, chosen=chosen)
-
-    def tries_gradients(self, step: int) -> bool:
-        """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""
-        return False
-
-    def choose_if_due(self, peers: Peers, step: int, device: torch.device) -> None:
-        """Make the choice if the trials are over; the base class does nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
-        self._plans = {}
-
-    def _chosen_at(self, step: int) -> Compressor | None:
-        return self._chosen
-
-    def _choose(self, chosen: Compressor | None) -> None:
-        if chosen != self._chosen:
-            self._chosen, self._plans = chosen, {}
+            plan = self._plans[names, families] = plan_bucket(names, sizes, compressors, families, small)
+        return plan

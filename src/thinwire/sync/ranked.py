@@ -47,7 +47,10 @@ def per_rank(owner: "Stateful") -> dict[str, dict[str, Tensor]]:
     rest = strip(state, "", tensors)
     if shards is not None:
         rest.get("thinwire", rest)["entries"] = dict(shards.numels)
-        tensors = _distributed(tensors, _names(state), shards)
+        names = _names(state)
+        for path, tensor in tensors.items():
+            if (name := _parameter_at(path, names)) is not None:
+                tensors[path] = shards.distributed(name, shaped(flat(tensor.detach()), shards.shard(name)))
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     tensors[_REST] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -81,14 +84,15 @@ def load_per_rank(
     pattern = re.escape(key) + r"\.(rank|replica)(\d+)\."
     found = {name: match for name in saved if (match := re.match(pattern, name))}
     if not found:
-        there = ", ".join(sorted({name.partition(".")[0] for name in saved})) or "no keys"
-        raise ValueError(f"nothing under {key!r} in {path} was made by thinwire.per_rank; there are {there}")
+        keys = ", ".join(sorted({name.partition(".")[0] for name in saved})) or "no keys"
+        raise ValueError(f"nothing under {key!r} in {path} was made by thinwire.per_rank; there are {keys}")
     kind = next(iter(found.values()))[1]
     if shards is not None and kind == "rank":
         raise ValueError(
             f"{path} is of a model that was not sharded, here it is: load the weights, and begin with a new optimizer"
         )
     world_size = 1 + max(int(match[2]) for match in found.values())
+    there = sum(file.stat().st_size for file in Path(path).iterdir() if file.is_file())
     states = []
     for old in old_ranks(*place(group), world_size):
         start = f"{key}.{kind}{old}."
@@ -99,7 +103,9 @@ def load_per_rank(
         }
         if _REST not in entries:
             raise ValueError(f"the state of {kind} {old} of {world_size} is missing in {path}: it was not saved whole")
-        _check_size(path, entries, old)
+        wanted = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries.values())
+        if wanted > there:  # before memory is allocated for them
+            raise DamagedError(f"{path} lists {wanted:,} bytes of rank {old}, but its files have {there:,}")
         try:
             rest = _load(path, start, {_REST: _empty(entries.pop(_REST))})[_REST]
             state = torch.load(io.BytesIO(bytes(rest.numpy())), weights_only=True)
@@ -142,15 +148,6 @@ def _parameter_at(path: str, names: Sequence[str]) -> str | None:
     return match[1] or names[int(match[2])]
 
 
-def _distributed(tensors: Mapping[str, Tensor], names: Sequence[str], shards: ShardGroup) -> dict[str, Tensor]:
-    made = dict(tensors)
-    for path, tensor in tensors.items():
-        name = _parameter_at(path, names)
-        if name is not None:
-            made[path] = shards.distributed(name, shaped(flat(tensor.detach()), shards.shard(name)))
-    return made
-
-
 def _room(path: str, entry: "TensorStorageMetadata", names: Sequence[str], shards: ShardGroup | None) -> Tensor:
     """Return memory for a saved tensor; for a parameter of a sharded model, for this rank's shard of it."""
     name = None if shards is None else _parameter_at(path, names)
@@ -172,14 +169,6 @@ def _fit(state: dict[str, Any], shards: ShardGroup | None) -> None:
         check_model(kept["entries"], shards.numels)
         kept["entries"] = {name: shards.shard(name).numel() for name in kept["entries"]}
         kept["shard"] = shards.place
-
-
-def _check_size(path: str | PathLike[str], entries: Mapping[str, "TensorStorageMetadata"], rank: int) -> None:
-    """Raise ValueError if the tensors of a rank are larger than all files, before memory is allocated for them."""
-    wanted = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries.values())
-    there = sum(file.stat().st_size for file in Path(path).iterdir() if file.is_file())
-    if wanted > there:
-        raise DamagedError(f"{path} lists {wanted:,} bytes of rank {rank}, but its files have {there:,}")
 
 
 def _line(error: Exception) -> str:

@@ -51,55 +51,41 @@ class RecordedLeg(Leg):
 class Replayed(Parcel):
     """A parcel like that of the step before: the wire starts the recording that makes its payload."""
 
-    def __init__(self, like: Parcel, operations: list[Operation], recording: Recording) -> None:
+    def __init__(
+        self, like: Parcel, operations: list[Operation], recording: Recording, side: torch.cuda.Stream
+    ) -> None:
         super().__init__(
             like.slot, operations, like.gradient, like.tensor, like.residual, update=like.update, places=like.places
         )
-        self.recorded_by, self.origin, self._recording = like.recorded_by, like.origin, recording
-        self._side: torch.cuda.Stream | None = None
-        self._begun: torch.cuda.Event | None = None  # after the work that the caller has queued
-        self._replayed = threading.Event()
+        self.recorded_by, self.origin, self._recording, self._side = like.recorded_by, like.origin, recording, side
+        self._begun = torch.cuda.Event()  # after the work that the caller has queued
+        self.replayed = threading.Event()
 
-    def depart_on_wire(self, side: torch.cuda.Stream) -> None:
-        """Let the wire start the recording, on the stream `side`."""
-        self._begun, self._side = torch.cuda.Event(), side
+    def depart_on_wire(self) -> None:
         self._begun.record(torch.cuda.current_stream(self.tensor.device))
-        self.stream = side if self.through_host else self.stream
+        self.stream = self._side if self.through_host else self.stream
         self.encoded = True
 
-    def depart_now(self) -> None:
-        self._replay()
-        self._replayed.set()
-
-    def _replay(self) -> None:
-        if not self._recording.replay(self.recorded_by):
-            raise RuntimeError("the recording has another key than when it was prepared: a bug in thinwire")
-        depart_replayed(self)
-
-    def wait_until_replayed(self) -> None:
-        self._replayed.wait()
-
     def mark_ready(self) -> None:
-        if self._side is None:
-            super().mark_ready()
+        """Leave it to the wire, which knows when the payload is ready."""
 
     def post(self) -> bool:
-        if self._side is not None:
-            try:
-                with torch.no_grad(), torch.cuda.stream(self._side):
-                    assert self._begun is not None
-                    self._begun.wait()
-                    self._replay()
-                    self.ready = torch.cuda.Event(blocking=self.through_host)
-                    self.ready.record()
-            except BaseException as error:
-                return self.give_up(error)
-            finally:
-                self._replayed.set()
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._side):
+                self._begun.wait()
+                if not self._recording.replay(self.recorded_by):
+                    raise RuntimeError("the recording has another key than when it was prepared: a bug in thinwire")
+                depart_replayed(self)
+                self.ready = torch.cuda.Event(blocking=self.through_host)
+                self.ready.record()
+        except BaseException as error:
+            return self.give_up(error)
+        finally:
+            self.replayed.set()
         return super().post()
 
     def give_up(self, error: BaseException) -> bool:
-        self._replayed.set()
+        self.replayed.set()
         return super().give_up(error)
 
 
@@ -148,15 +134,15 @@ class Recorder:
         )
 
     def again(self, parcel: Parcel, operations: list[Operation]) -> Replayed:
-        recording = self._recordings[parcel.slot]
+        recording, side = self._recordings[parcel.slot], self._slots.side_stream(parcel.tensor.device)
         assert recording is not None
-        return Replayed(parcel, operations, recording)
+        assert side is not None
+        return Replayed(parcel, operations, recording, side)
 
     def wait_for(self, parcels: Sequence[Parcel]) -> None:
-        """Wait until the wire has started all recordings of this step."""
         for parcel in parcels:
             if isinstance(parcel, Replayed):
-                parcel.wait_until_replayed()
+                parcel.replayed.wait()
 
     def depart(self, parcel: Parcel, encode: Callable[[], None], *, replays: bool, keeps: bool) -> None:
         """Encode, or replay the recording of it if allowed; keep how, if the next step can do the same."""

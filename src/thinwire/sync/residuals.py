@@ -6,7 +6,7 @@ requested with other neighbours.
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ class NamedVectors:
             return kept
 
     def _make(self, key: _Key, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return new memory with the vectors of these parameters, which move there from their slices."""
         for name, size in key:
             if name in self._parts and self._parts[name].numel() != size:
                 raise ValueError(
@@ -117,8 +116,16 @@ class Residuals(NamedVectors):
         for key in [key for key in self._states if names is None or any(name in names for name, _ in key)]:
             _, state = self._states.pop(key)
             self.generation = next(_generations)
-            for name, begin, part in _pieces(key, state):
-                self[name][begin : begin + part.numel()].add_(part)
+            if state.residual is None:
+                continue
+            ends = list(itertools.accumulate(size for _, size in key))
+            parts = state.residual.split([stop - start for start, stop in state.spans])
+            for (start, stop), part in zip(state.spans, parts, strict=True):
+                for (name, size), end in zip(key, ends, strict=True):
+                    low, high = max(start, end - size), min(stop, end)
+                    if low < high and name is not None:
+                        at = low - (end - size)  # the first element in the parameter
+                        self[name][at : at + high - low].add_(part[low - start : high - start])
 
     def pop(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return the residuals of these parameters, with those of shards, and remove them here."""
@@ -149,16 +156,3 @@ class Residuals(NamedVectors):
             made[tuple((name, int(size)) for name, size in saved["run"])] = (parsed(str(saved["compressor"])), state)
         super().load(named)
         self._states = made
-
-
-def _pieces(key: _Key, state: ShardState) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (parameter, first element in it, residual from there on) for each part of a state's residual."""
-    if state.residual is None:
-        return
-    ends = list(itertools.accumulate(size for _, size in key))
-    lengths = [stop - start for start, stop in state.spans]
-    for (start, stop), part in zip(state.spans, state.residual.split(lengths), strict=True):
-        for (name, size), end in zip(key, ends, strict=True):
-            low, high = max(start, end - size), min(stop, end)
-            if low < high and name is not None:
-                yield name, low - (end - size), part[low - start : high - start]

@@ -1,8 +1,5 @@
 """One step of training, from its first bucket to its last: encode, exchange, and apply or drop.
 
-    backward (per bucket)                              optimizer.step(), or the last bucket of `attach`
-    hook -> encode -> payload -> wire: one thread -> wait: was every rank finite? -> apply -> weights, or gradients
-
 Encoding only reads. Gradients, residuals and moments change once every bucket is exchanged and finite on every rank.
 """
 
@@ -11,7 +8,6 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from math import ceil
 
 import torch
@@ -27,21 +23,12 @@ from ..kernels.joined import Flat, Joined, addresses_of, tensors_of
 from ..kernels.layout import RandomKLayout, residual_dtype
 from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import Update
-from .buckets import Bucket, Packed, PackedGradients, Slice, Together, together
-from .policy import Assignment
+from .buckets import Bucket, Packed, PackedGradients, Slice
+from .policy import Way
 from .recorded import Recorder, is_recordable
 from .residuals import NamedVectors
 from .shards import ShardGroup
 from .slots import Parcel, Slot, Slots
-
-
-class Mode(Enum):
-    """How the gradients of a step are sent."""
-
-    GRADIENTS = "compressed"
-    WARMUP = "compressed, for an optimizer that takes them as they are; only small tensors keep a residual"
-    UPDATES = "as the updates that an optimizer makes of them"
-
 
 Maker = Callable[[Slice, Sequence[Tensor], float], Update]
 """Makes the update of a slice, from its moments and the factor of its gradient."""
@@ -82,6 +69,7 @@ class Step:
 
     number         of steps taken before this one, without skipped steps.
     updates        the settings of an optimizer; None if gradients are averaged.
+    way            how parameters are sent.
     wanted_layout  the buckets to use, as parameter names, if possible; empty for those that come.
     is_sent_by_torch   nothing is compressed, and DDP's hook sends the buckets by itself.
     """
@@ -91,7 +79,7 @@ class Step:
         number: int,
         updates: Updates | None,
         *,
-        assignment: Assignment,
+        way: Way,
         slots: Slots,
         recorder: Recorder | None,
         shards: ShardGroup | None,
@@ -99,7 +87,9 @@ class Step:
         is_sent_by_torch: bool,
     ) -> None:
         self.number, self.updates, self.is_sent_by_torch = number, updates, is_sent_by_torch
-        self.mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
+        self.warms_up = updates is not None and updates.warms_up
+        self._sends_updates = updates is not None and not updates.warms_up
+        self._sampled = frozenset[str]() if updates is None else updates.sampled
         self.closed = False  # after the last bucket
         self.finite: bool | None = None  # every rank's gradient; None until it is known, or if it is not checked
         self.flights: list[Parcel] = []
@@ -109,10 +99,9 @@ class Step:
         self.bytes_dense = self.bytes_dense_between_nodes = 0
         self.closed_at = self.waited = 0.0  # of `time.perf_counter`; seconds for which the caller waited
         self.slots_used: list[Slot] = []
-        self.packs: set[int] = set()  # the `id` of each slice of packed parameters
         self.carried: set[str] = set()  # parameters whose residuals were sent with their dense gradients
         self.samples: dict[str, Tensor] = {}
-        self._assignment, self._slots, self._recorder, self._shards = assignment, slots, recorder, shards
+        self.way, self._slots, self._recorder, self._shards = way, slots, recorder, shards
         self._wanted_layout = wanted_layout
         self._world_size, self._nodes = slots.peers.world_size, slots.peers.nodes
         self._encodes_here = False  # a slice was encoded in backward, and not by a replay that the wire starts
@@ -124,10 +113,6 @@ class Step:
         self._clip: float | Tensor = 1.0  # factor of the gradients; on a GPU it stays there
         clips = updates is not None and updates.max_norm is not None
         self._collects = clips or bool(wanted_layout)  # all buckets before the first is sent
-
-    @property
-    def warms_up(self) -> bool:
-        return self.mode is Mode.WARMUP
 
     # Backward: encode, and hand over to the wire.
 
@@ -141,20 +126,15 @@ class Step:
         self.bytes_dense += ring(bucket.tensor.nbytes, self._world_size)
         self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self._nodes // self._world_size, self._nodes)
         if self.is_sent_by_torch:
-            self._count_as_sent(bucket)
-        elif not self._collects:
-            self._wait_or_send(bucket, last)
-        elif last:
-            buckets = self._collected()
+            sent, report = ring(bucket.tensor.nbytes, self._world_size), Report("dense", "nothing is compressed")
+            report.bytes_sent = report.bytes_received = report.bytes_between_nodes = sent
+            report.messages = 2 * (self._world_size - 1)
+            self.reports.append(report)
+        elif last or not self._collects:
+            buckets = self._collected() if self._collects else [bucket]
             for one in buckets:
-                self._wait_or_send(one, one is buckets[-1])
+                self._wait_or_send(one, last and one is buckets[-1])
         self.closed = last
-
-    def _count_as_sent(self, bucket: Bucket) -> None:
-        sent, report = ring(bucket.tensor.nbytes, self._world_size), Report("dense", "nothing is compressed")
-        report.bytes_sent = report.bytes_received = report.bytes_between_nodes = sent
-        report.messages = 2 * (self._world_size - 1)
-        self.reports.append(report)
 
     def _collected(self) -> list[Bucket]:
         """Compute the clipping factor, and return all buckets: as they came, or regrouped by `wanted_layout`."""
@@ -177,13 +157,9 @@ class Step:
         if any((one.tensor.dtype, one.tensor.device) != kind for one in self._waiting):
             self._send_waiting(last=False)
         self._waiting.append(bucket)
-        enough = 0 if self.mode is not Mode.UPDATES or self.updates is None else self.updates.together_bytes
+        enough = self.updates.together_bytes if self.updates is not None and self._sends_updates else 0
         if last or sum(one.tensor.nbytes for one in self._waiting) >= enough:
             self._send_waiting(last)
-
-    def _send_waiting(self, last: bool) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._encode(together(waiting), last)
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context that uses the side stream, so that the backward pass continues meanwhile."""
@@ -194,8 +170,11 @@ class Step:
         return torch.cuda.stream(side)
 
     @torch.no_grad()
-    def _encode(self, bucket: Together, last: bool) -> None:
-        tensor, plan = bucket.flat, self._assignment.plan(bucket, self.number, self.mode)
+    def _send_waiting(self, last: bool) -> None:
+        waiting, self._waiting = self._waiting, []
+        names = tuple(name for bucket in waiting for name in bucket.names)
+        plan = self.way.plan(names, [size for bucket in waiting for size in bucket.sizes])
+        tensor: Flat = waiting[0].tensor if len(waiting) == 1 else Joined([bucket.tensor for bucket in waiting])
         for compressor, parts in plan.packed.items():
             copied = None
             if self.updates is None and isinstance(tensor, Tensor):  # an optimizer's gradients are not overwritten
@@ -203,8 +182,8 @@ class Step:
                     if isinstance(compressor, NoCompression):
                         self._add_residuals(tensor, parts)
                     copied = torch.cat([tensor[part.start : part.stop] for part in parts])
-            self._packed.append(PackedGradients(bucket, parts, compressor, copied))
-        if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
+            self._packed.append(PackedGradients(tensor, parts, compressor, copied))
+        if last or sum(packed.nbytes for packed in self._packed) >= PACKED_BYTES:
             with self._stream(tensor.device):
                 self._send_packed()  # first, because encoding them takes little time
         for slice_ in plan.slices:
@@ -227,100 +206,67 @@ class Step:
             gradient[part.start : part.stop].add_(unsent[part.name])
         self.carried |= names
 
-    @property
-    def _samples(self) -> bool:
-        return self.updates is not None and bool(self.updates.sampled)
-
     def _is_sent_again(self, slice_: Slice, gradient: Flat, origin: Hashable = None) -> bool:
         """Send a slice as in the last step, if it was recorded, and its tensors have not moved."""
-        if self._recorder is None or self.mode is not Mode.UPDATES or self._encodes_here or self._samples:
+        if self._recorder is None or not self._sends_updates or self._encodes_here or self._sampled:
             return False
         known = self._recorder.known(slice_, gradient, origin)
         if known is None:
             return False
-        operations = self._slots.peers.operations(gradient.device)
-        if self._refuses(operations):
+        if not (operations := self._operations(gradient.device)):
             return True
         with refusing(operations):
             self._hold(known.slot)
-        parcel, side = self._recorder.again(known, operations), self._slots.side_stream(gradient.device)
-        self._submit(parcel, parcel.depart_now if side is None else lambda: parcel.depart_on_wire(side))
+        parcel = self._recorder.again(known, operations)
+        self._submit(parcel, parcel.depart_on_wire)
         return True
 
     def _send_slice(self, slice_: Slice, gradient: Flat) -> None:
-        self._sample(slice_, gradient)
-        update = self._update(slice_, gradient) if self.mode is Mode.UPDATES else None
-        if self.mode is Mode.GRADIENTS:
-            assert isinstance(gradient, Tensor)
-            source = gradient
-        else:
+        update, source = None, gradient
+        if self.updates is not None:
+            if self._sends_updates:
+                moments = [self._slots.vector_of(slice_, vectors, gradient)[0] for vectors in self.updates.moments]
+                clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
+                make: Maker = self.updates.rules[slice_.family]  # type: ignore[call-overload]
+                update = make(slice_, moments, clip / self.updates.scale)
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
             source = self._slots.scratch(gradient, dtype)
-
-        def write(parcel: Parcel) -> None:
-            if update is not None:
-                with parcel.report.clock("update"):
-                    update.write(self._clipped(parcel), source)
-            elif self.mode is Mode.WARMUP:
-                assert isinstance(gradient, Tensor)
-                self._as_gradient(source.copy_(gradient))
-            if slice_.gaps:  # packed parameters, which are sent separately
-                torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
-
-        self._send(slice_, gradient, source, write, update=update)
+        assert isinstance(source, Tensor)
+        self._send(slice_, gradient, source, update=update)
 
     def _send_packed(self) -> None:
         """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
         kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[PackedGradients]] = {}
         for waiting in self._packed:
-            tensor = waiting.bucket.flat
-            kinds.setdefault((tensor.dtype, tensor.device, waiting.compressor), []).append(waiting)
+            kinds.setdefault((waiting.flat.dtype, waiting.flat.device, waiting.compressor), []).append(waiting)
         self._packed = []
         for group in kinds.values():
-            self._send_group(group)
-
-    def _send_group(self, group: Sequence[PackedGradients]) -> None:
-        slice_, packed = self._slots.packed(group)
-        self.packs.add(id(slice_))
-        origin: Hashable = None
-        if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
-            origin = *(addresses_of(waiting.bucket.flat) for waiting in group), self._clip, self.updates.scale
-        if self._is_sent_again(slice_, packed, origin):
-            return
-
-        def write(parcel: Parcel) -> None:
-            torch.cat([piece for waiting in group for piece in waiting.pieces()], out=packed)
-            self._sample(slice_, packed)
-            if self.updates is not None:
-                self._as_gradient(packed)
-
-        places = [(waiting.bucket.flat, part) for waiting in group for part in waiting.parts]
-        self._send(slice_, packed, packed, write, places=places, origin=origin)
+            slice_, packed = self._slots.packed(group)
+            origin: Hashable = None
+            if self.updates is not None and self._sends_updates and not isinstance(self._clip, Tensor):
+                origin = *(addresses_of(waiting.flat) for waiting in group), self._clip, self.updates.scale
+            if not self._is_sent_again(slice_, packed, origin):
+                self._send(slice_, packed, packed, places=group, origin=origin)
 
     def _send(
         self,
         slice_: Slice,
         gradient: Flat,
         source: Tensor,
-        write: Callable[[Parcel], None],
         *,
         update: Update | None = None,
-        places: Sequence[tuple[Flat, Packed]] = (),
+        places: Sequence[PackedGradients] = (),
         origin: Hashable = None,
     ) -> None:
-        """Send `source`, which `write` writes; do nothing if an operation of this step has failed."""
-        keeps = not isinstance(slice_.compressor, NoCompression) and (bool(places) or self.mode is not Mode.WARMUP)
-        operations = self._slots.peers.operations(source.device)
-        if self._refuses(operations):
+        """Write and send `source`; do nothing if an operation of this step has failed."""
+        keeps = not isinstance(slice_.compressor, NoCompression) and (bool(places) or not self.warms_up)
+        if not (operations := self._operations(source.device)):
             return
         with refusing(operations):
-            residual, state = self._slots.residual_of(slice_, source) if keeps else (None, None)
-            # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-            slot = self._slots.of(
-                slice_, source, [operation.channel for operation in operations], state=state,
-                algorithm=self._algorithm(slice_.compressor, source, bool(places)),
-                shard_compressor=self._slots.collective.shard_compressor if keeps and not places else None,
-            )  # fmt: skip
+            slots, channels = self._slots, [operation.channel for operation in operations]
+            has_residual = keeps and slots.error_feedback
+            residual, state = slots.vector_of(slice_, slots.residuals, source) if has_residual else (None, None)
+            slot = slots.of(slice_, source, channels, state=state, keeps=keeps, packs=bool(places))
             self._hold(slot)
             key = mix_key(self.number, slice_.seed) if slot.request.draws else None
             parcel = Parcel(
@@ -328,21 +274,34 @@ class Step:
             )
 
         def encode() -> None:
-            write(parcel)
+            self._write(parcel)
             parcel.depart()
 
-        if self._recorder is None:
+        recorder = self._recorder
+        if recorder is None:
             self._submit(parcel, encode)
             return
-        recorder = self._recorder
-        if not places and self.mode is not Mode.WARMUP and is_recordable(update):
-            parcel.recorded_by = recorder.addresses(parcel)
-        elif places and origin is not None:
+        if origin is not None if places else not self.warms_up and is_recordable(update):
             parcel.recorded_by, parcel.origin = (*recorder.addresses(parcel), origin), origin
-        self._submit(
-            parcel,
-            lambda: recorder.depart(parcel, encode, replays=not self._samples, keeps=self.mode is Mode.UPDATES),
-        )
+        replays, keeps_parcel = not self._sampled, self._sends_updates
+        self._submit(parcel, lambda: recorder.depart(parcel, encode, replays=replays, keeps=keeps_parcel))
+
+    def _write(self, parcel: Parcel) -> None:
+        source, gradient, slice_ = parcel.tensor, parcel.gradient, parcel.slot.slice
+        if parcel.places:
+            pieces = [packed.pieces() if packed.copied is None else [packed.copied] for packed in parcel.places]
+            torch.cat([piece for some in pieces for piece in some], out=source)
+        self._sample(slice_, gradient)
+        if parcel.update is not None:
+            with parcel.report.clock("update"):
+                parcel.update.write(self._clipped(parcel), source)
+        elif self.updates is not None:
+            if not parcel.places:
+                assert isinstance(gradient, Tensor)
+                source.copy_(gradient)
+            self._as_gradient(source)
+        if slice_.gaps:  # packed parameters, which are sent separately
+            torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
 
     def _submit(self, parcel: Parcel, depart: Callable[[], None]) -> None:
         self.flights.append(parcel)
@@ -354,13 +313,6 @@ class Step:
             parcel.give_up(error)  # otherwise a caller would wait for it forever
             raise
 
-    def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
-        if not isinstance(compressor, NoCompression):
-            given = self._slots.collective.algorithm
-            return "auto" if packs and given != "dense" else given
-        # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
-        return "gather" if self._world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
-
     def _hold(self, slot: Slot) -> None:
         self.slots_used.append(slot)
         self._held += slot.request.plan.cost.memory
@@ -371,21 +323,15 @@ class Step:
                 f"and more: raise max_bytes or {ENVIRONMENT_VARIABLE}, or compress more"
             )
 
-    def _refuses(self, operations: Sequence[Operation]) -> bool:
-        """Return whether an operation of this step has failed; then refuse these, which are numbered as elsewhere."""
+    def _operations(self, device: torch.device) -> list[Operation]:
+        """Number the next operations, as elsewhere; if one of this step has failed, refuse them and return none."""
+        made = self._slots.peers.operations(device)
         failure = next((found for parcel in self.flights if (found := parcel.failure) is not None), None)
-        if failure is not None:
-            for operation in operations:
-                operation.refuse(str(failure))
-        return failure is not None
+        for operation in made if failure is not None else ():
+            operation.refuse(str(failure))
+        return made if failure is None else []
 
     # Updates of an optimizer.
-
-    def _update(self, slice_: Slice, gradient: Flat) -> Update:
-        assert self.updates is not None
-        moments = [self._slots.vector_of(slice_, vectors, gradient) for vectors in self.updates.moments]
-        clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
-        return self.updates.rules[slice_.family](slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
     def _clipped(self, parcel: Parcel) -> Flat:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
@@ -408,10 +354,10 @@ class Step:
 
     def _sample(self, slice_: Slice, gradient: Flat) -> None:
         """Keep samples of gradients, if the optimizer has requested them, at positions that all ranks draw alike."""
-        if self.updates is None or not self.updates.sampled:
+        if self.updates is None or not self._sampled:
             return
         for name, part in slice_.parts(gradient):
-            if name in self.updates.sampled and isinstance(part, Tensor) and part.numel():
+            if name in self._sampled and isinstance(part, Tensor) and part.numel():
                 count = min(part.numel(), max(_FEWEST_SAMPLES, ceil(part.numel() / _SAMPLED_SHARE)))
                 key = mix_key(self.number, zlib.crc32(name.encode()))
                 positions, _ = positions_and_widths(RandomKLayout(part.numel(), part.dtype, count, key), part.device)
@@ -441,9 +387,9 @@ class Step:
 
     def addresses(self) -> tuple[Hashable, ...] | None:
         """Return everything that applying this step depends on, besides parameters; None if it cannot be recorded."""
-        if self.mode is not Mode.UPDATES or self._regrouped:
+        if self._recorder is None or not self._sends_updates or self._regrouped:
             return None
-        return None if self._recorder is None else self._recorder.key_of_landing(self.flights)
+        return self._recorder.key_of_landing(self.flights)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -457,8 +403,7 @@ class Step:
         for parcel in self.flights:  # after all slices, because packed parameters lie in their gaps
             if parcel.places:
                 averages = parcel.tensor.split(list(parcel.slot.slice.sizes))
-                places = [piece for flat, part in parcel.places for piece in tensors_of(flat[part.start : part.stop])]
-                torch._foreach_copy_(places, list(averages))
+                torch._foreach_copy_([piece for packed in parcel.places for piece in packed.pieces()], list(averages))
         if self._regrouped:
             parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
             for bucket in self._regrouped:
@@ -472,7 +417,7 @@ class Step:
             if parcel.places:
                 out = parcel.tensor
                 parcel.land(out, out)
-            elif self.mode is Mode.WARMUP:
+            elif self.warms_up:
                 out = self._slots.scratch(parcel.gradient, parcel.gradient.dtype)
                 parcel.land(out)
             else:

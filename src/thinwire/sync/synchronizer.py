@@ -7,8 +7,9 @@ step with NaN on every rank, and changes nothing else; thinwire's optimizers ski
 
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -19,25 +20,23 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
-from ..collectives.groups import Group, as_group
+from ..collectives.groups import Group, as_group, is_ready
 from ..collectives.transport.operation import refusing
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
 from . import checkpoint
-from .auto import GRADIENTS, Choice, updates
+from .auto import Choice, Trials
 from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
-from .peers import Peers
-from .policy import Assignment, Policy, Spec
+from .policy import Policy, Spec, Way
 from .recorded import Recorder
 from .residuals import Residuals
 from .shards import ShardGroup, is_sharded
-from .slots import Slots
+from .slots import Peers, Slots
 from .statistics import SyncStats
 from .step import Step, Updates
-from .trials import Auto
 
-SKIPPED_IN_A_ROW = 20  # more of them give a warning
+SKIPPED_IN_A_ROW = 20  # more of them give a warning; a GradScaler that adjusts its scale skips fewer
 
 
 class Synchronizer:
@@ -79,15 +78,16 @@ class Synchronizer:
         self.shards = shards
         if shards is not None:
             shards.timeout = collective.timeout
-        self._work_with(Residuals())
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        if self.policy.by_ranks and self.peers.are_known:
+        self._families = families
+        self._work_with(Residuals())
+        if self.policy.by_ranks and is_ready(self.group):
             self.policy = self.policy.for_ranks(self.peers.nodes)
         if error_feedback and families is None:
             self.policy.check_order()
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
-        self.grad_scaler, self._families = grad_scaler, families
+        self.grad_scaler = grad_scaler
         self.numels: dict[str, int] | None = None  # of every parameter; None until they are registered
         self._warned_of_skipped = False
         self._step: Step | None = None
@@ -106,12 +106,21 @@ class Synchronizer:
     def _work_with(self, unsent: Residuals) -> None:
         self.peers = Peers(self.group, self.collective.timeout)
         self.recorder: Recorder | None = None  # on a GPU
-        self.slots = Slots(self.peers, self.collective, error_feedback=self.error_feedback)
-        self.unsent = unsent
+        self.slots = Slots(self.peers, self.collective, unsent, error_feedback=self.error_feedback)
+        self._forget_ways()
+
+    def _forget_ways(self) -> None:
+        self._ways: dict[Hashable, Way] = {}
+        self.trials: Trials | None = None  # of "auto"
+        if self.policy.auto:
+            steps, of_updates = self.policy.warmup_steps, self._families is not None
+            self.trials = Trials(self.peers, warmup_steps=steps, of_updates=of_updates, shards=self.shards)
 
     def reset(self) -> None:
         self.drop()
-        self.unsent, self.stats = Residuals(), SyncStats()
+        self._forget_ways()
+        self.slots.residuals, self.stats = Residuals(), SyncStats()
+        self.dense: frozenset[str] = frozenset()  # parameters that an optimizer sends dense, whatever the policy says
         self._scale = 1.0  # scale of the loss when residuals were last changed
         self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
         self.finite: bool | None = None
@@ -120,8 +129,6 @@ class Synchronizer:
         self.wanted_layout, self._fresh, self._loaded = [], True, False
         """`_fresh`: before the first step, also of a checkpoint. `_loaded`: until ranks have compared their steps."""
         self._may_have_residuals = False  # whether some rank may have residuals; the same on all ranks
-        self._assignment: Assignment | None = None
-        self.dense: frozenset[str] = frozenset()  # parameters that an optimizer sends dense, whatever the policy says
 
     # The public interface.
 
@@ -156,10 +163,6 @@ class Synchronizer:
     def unsent(self) -> Residuals:
         return self.slots.residuals
 
-    @unsent.setter
-    def unsent(self, residuals: Residuals) -> None:
-        self.slots.residuals = residuals
-
     @property
     def residuals(self) -> dict[str, Tensor]:
         """Return what this rank has not sent so far, by parameter, as flat views."""
@@ -172,32 +175,35 @@ class Synchronizer:
     def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
         """Average tensors over ranks, in place and without residuals, and count the bytes."""
         started = time.perf_counter()
-        self.stats.add_averages(self.peers.average(tensors, compressor), started)
+        handles = [
+            all_reduce_compressed(
+                each, compressor, op=dist.ReduceOp.AVG, group=self.group, async_op=True, shard_compressor=compressor,
+                timeout=self.collective.timeout,
+            )
+            for each in tensors
+        ]  # fmt: skip
+        for handle in handles:
+            handle.wait()
+        self.stats.add_averages(handles, started)
 
     def mean_of(self, tensor: Tensor) -> Tensor:
-        """Return the average of a tensor over ranks, sent dense; its bytes are not counted."""
         return self.peers.mean_of(tensor)
 
     @property
     def choice(self) -> Choice | None:
         """Return what "auto" has chosen, and why; None before that, and for other compressors."""
-        return None if self._assignment is None else self._assignment.choice
+        return None if self.trials is None else self.trials.choice
 
-    @property
-    def assignment(self) -> Assignment:
-        """Return the assignment of compressors, which is made once the number of ranks is known."""
-        if self._assignment is None:
-            if self.policy.auto:
-                compressors = GRADIENTS if self._families is None else updates(self.peers.nodes)
-                self._assignment = Auto(self.policy, self._families, compressors, self.shards)
-            else:
-                self._assignment = Assignment(self.policy, self._families)
-        self._assignment.sizes, self._assignment.dense = self._whole_numels, self.dense
-        return self._assignment
-
-    @property
-    def _whole_numels(self) -> Mapping[str, int]:
-        return (self.numels or {}) if self.shards is None else self.shards.numels
+    def way(self, step: int) -> Way:
+        """Return how parameters are sent at a step; the same object as long as they are sent alike."""
+        trials = self.trials
+        chosen, is_trial = (None, False) if trials is None else (trials.chosen_at(step), trials.choice is None)
+        key = self.policy.phase(step), chosen, is_trial, self.dense
+        if key not in self._ways:
+            made = self.policy.way(step, chosen, is_trial=is_trial)
+            sizes = {} if self.shards is None else self.shards.numels
+            self._ways[key] = replace(made, families=self._families, sizes=sizes, dense=self.dense)
+        return self._ways[key]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; every rank saves its own. Tensors are not copied.
@@ -207,7 +213,7 @@ class Synchronizer:
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.rank)
         if self.stats.steps:
-            self.peers.note_save(self.stats.steps)
+            self.peers.saves.note(self.stats.steps)
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
@@ -221,7 +227,7 @@ class Synchronizer:
             "residuals": self.residuals,
             "owners": self.unsent.owner_states(),
             "compressor": None if self.policy.auto else format_spec(self.policy.final),
-            **self.assignment.state_dict(),
+            **({} if self.trials is None else self.trials.state_dict()),
             **({} if self.shards is None else {"shard": self.shards.place}),
         }
 
@@ -261,12 +267,13 @@ class Synchronizer:
             checkpoint.check_same("error_feedback", options["error_feedback"], here["error_feedback"])
             for taken in choice.taken:
                 checkpoint.check_lengths(taken)
-            if choice.same_world and options == here and not choice.is_lost:
+            if choice.same_world and options == here and choice.taken:
                 unsent.load(saved["residuals"], saved["owners"])
             else:
                 unsent.load(checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken]))
-            self.assignment.load_state_dict(saved, same_world=choice.same_world)
-        self.unsent, self._scale = unsent, float(saved["scale"])
+            if self.trials is not None:
+                self.trials.load_state_dict(saved, same_world=choice.same_world)
+        self.slots.residuals, self._scale = unsent, float(saved["scale"])
         self._gathered = None
         self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
         self.layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
@@ -314,34 +321,31 @@ class Synchronizer:
         self._device = device
         if self.policy.by_ranks and self.policy.ranks is None:
             self.policy = self.policy.for_ranks(self.peers.nodes)
-            self._assignment = None
+            self._forget_ways()
         if self._loaded:
             self._compare_steps(device)
         self._follow_scale()
         number = self.stats.steps
-        self.assignment.begin(self.peers, number, device)
+        if self.trials is not None:
+            self.trials.begin(number, device)
+        way = self.way(number)
         is_sent_by_torch = (
             self.may_send_by_torch
-            and self.assignment.is_dense(number)
+            and way.is_dense
             and isinstance(self.group, dist.ProcessGroup)
             and not self._may_have_residuals  # otherwise they are sent with this step, or kept if it is void
         )
         if is_sent_by_torch and not (self.last_step and self.last_step.is_sent_by_torch):
             self.mean_of(torch.zeros(1, device=device))  # names ranks that compress, which would wait in vain
-        if device.type == "cuda":
+        if self.slots.side_stream(device) is not None:
             self.recorder = self.recorder or Recorder(self.slots)
             moments, numbers = ((), None) if updates is None else (updates.moments, updates.numbers)
-            self.recorder.begin(
-                [
-                    self.unsent.generation,
-                    *(moment.generation for moment in moments),
-                    None if numbers is None else numbers.data_ptr(),
-                ]
-            )
+            generations = [vectors.generation for vectors in (self.unsent, *moments)]
+            self.recorder.begin([*generations, None if numbers is None else numbers.data_ptr()])
         self._step = Step(
             number,
             updates,
-            assignment=self.assignment,
+            way=way,
             slots=self.slots,
             recorder=self.recorder,
             shards=self.shards,
@@ -413,21 +417,29 @@ class Synchronizer:
     def count(self, step: Step) -> None:
         """Count a step that was applied or skipped, and release it. Steps are counted only here."""
         self._gathered = None
-        self.peers.check_saves()
+        if self.peers.saves.noted is not None:
+            self.peers.saves.check()
         tries = self.policy.auto and self.choice is None
         self.stats.add(step, warms_up=tries or step.number < self.policy.warmup_steps)
         if step.finite is not False:
             self.numels, self.layout = {**(self.numels or {}), **step.numels}, step.layout
             self.wanted_layout = self.layout if self._fresh and not step.is_sent_by_torch else []
             self._fresh = False
-        self._warn_of_skipped()
+        if self.stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
+            self._warned_of_skipped = True
+            warnings.warn(
+                f"{self.stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
+                "too large to be squared, on some rank: training makes no progress. Look for a loss of NaN or Inf; try "
+                "a lower learning rate, or max_grad_norm",
+                stacklevel=3,
+            )
         self.finite, self.last_step = step.finite, step
         step.release()
-        self.slots.keep(step.slots_used, step.packs)
+        self.slots.keep(step.slots_used)
         if self.recorder is not None:
             self.recorder.keep(step.slots_used)
         if step.finite is not False:
-            self._may_have_residuals = not self.assignment.is_dense(step.number)
+            self._may_have_residuals = not step.way.is_dense
             if step.carried:
                 self.unsent.pop(step.carried)
 
@@ -462,9 +474,9 @@ class Synchronizer:
         """Go on after members have changed: the share of a residual in an average over ranks stays the same."""
         self.drop()
         self.unsent.fold()
+        self._work_with(self.unsent)  # which looks for the ranks anew
         self.unsent.scale(self.world_size / ranks_before, lambda name: True)
-        self.policy, self._assignment = self.policy.for_ranks(self.world_size), None
-        self._work_with(self.unsent)
+        self.policy = self.policy.for_ranks(self.world_size)
 
     # State from step to step.
 
@@ -478,24 +490,15 @@ class Synchronizer:
             raise ValueError(f"the checkpoints that were loaded are of different steps: {listed}")
         self._loaded = False
 
-    def _warn_of_skipped(self) -> None:
-        """Warn once that too many steps in a row are skipped; a GradScaler that adjusts its scale skips fewer."""
-        if self.stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
-            self._warned_of_skipped = True
-            warnings.warn(
-                f"{self.stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
-                "too large to be squared, on some rank: training makes no progress. Look for a loss of NaN or Inf; try "
-                "a lower learning rate, or max_grad_norm",
-                stacklevel=4,
-            )
-
     def _follow_scale(self) -> None:
         """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""
         scaler = self.grad_scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
+        numels = (self.numels or {}) if self.shards is None else self.shards.numels
+
         def is_gradient(name: str) -> bool:
-            return self._families is None or self.policy.is_small(name, self._whole_numels.get(name, 0))
+            return self._families is None or self.policy.is_small(name, numels.get(name, 0))
 
         if scale != self._scale:
             self.unsent.scale(scale / self._scale, is_gradient)
