@@ -222,10 +222,10 @@ class Flight(Handle):
     def collect(self) -> bool:
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
-                told = self._resume()
-                if told is None:  # only now is nothing of the last segment held
-                    told = next(self._story)
-                return self._post(told) if isinstance(told, Exchange) else self._end(told)
+                yielded = self._resume()
+                if yielded is None:  # only now is nothing of the last segment held
+                    yielded = next(self._story)
+                return self._post(yielded) if isinstance(yielded, Exchange) else self._end(yielded)
         except BaseException as error:
             return self.give_up(error)
 
@@ -235,8 +235,8 @@ class Flight(Handle):
         (operation, wait, since), self._asked, self._posted = self._posted, None, None
         seen = operation.collect(wait)
         self.report.spans.append(Span("exchange", since, time.perf_counter()))
-        told: Exchange | bool | None = self._story.send(seen)
-        return told
+        yielded: Exchange | bool | None = self._story.send(seen)
+        return yielded
 
     def _post(self, asked: Exchange) -> bool:
         since = time.perf_counter()
@@ -269,7 +269,7 @@ class Flight(Handle):
     # The stories.
 
     def _told(self, index: int, tensor: Tensor) -> Story:
-        """Return the story of one segment; nothing of it is told yet."""
+        """Return the story of one segment; nothing of it has run yet."""
         request, (start, stop) = self.request, self.request.plan.segments[index]
         leg = self._leg or Leg(request.plan.first, request.plan.second, request.weight)
         leg.release()

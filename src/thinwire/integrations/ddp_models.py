@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -33,23 +34,16 @@ def ddp_of(parameters: Sequence[Any]) -> DistributedDataParallel | None:
     return models[0] if models else None
 
 
-_made = 0
-_is_counting = False
+@cache
+def ddp_made() -> list[int]:
+    """Return, always in the same list, how many DDP models this process has made since the first call."""
+    made = [0]
 
+    def count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        made[0] += name == "module" and isinstance(module, DistributedDataParallel)
 
-def count_ddp() -> int:
-    """Return how many DDP models this process has made since the first call, which costs nothing."""
-    global _is_counting
-    if not _is_counting:
-        register_module_module_registration_hook(_count)
-        _is_counting = True
-    return _made
-
-
-def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    global _made
-    if name == "module" and isinstance(module, DistributedDataParallel):
-        _made += 1
+    register_module_module_registration_hook(count)
+    return made
 
 
 def averaged_by(ddp: DistributedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:

@@ -18,11 +18,11 @@ from ..kernels.reference.adam import step_by_gradients
 from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Slice
 from ..sync.policy import DEFAULT, Policy, Spec
-from .base import CompressedOptimizer, policy_of
+from ..sync.step import Step
+from .base import CompressedOptimizer, Params, policy_of
 from .families import Family
-from .guard import check_betas, check_number, check_torch_options
-from .parameters import Params
-from .rule import Piece, Rule, sent_rate
+from .guard import check_betas, check_numbers, check_torch_options
+from .rule import Piece, sent_rate
 from .second_moment import SecondMoments
 
 
@@ -79,20 +79,19 @@ class AdamW(CompressedOptimizer):
     ) -> None:
         check_torch_options({"amsgrad": amsgrad, **torch_options})
         policy = policy_of(compressor, warmup_steps, warmup)
-        rule = AdamRule(refresh_every, policy)
+        self._rule, self.refresh_every = AdamRule(refresh_every, policy), refresh_every
         adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults = {**adam, "compressed_betas": compressed_betas}
         options: dict[str, Any] = {"group": group, "collective": collective, "grad_scaler": grad_scaler}
-        super().__init__(params, defaults, rule, policy, ddp=ddp, max_grad_norm=max_grad_norm, **options)
-        self.refresh_every, self._seconds = refresh_every, rule.upkeep
+        super().__init__(params, defaults, self._rule, policy, ddp=ddp, max_grad_norm=max_grad_norm, **options)
 
     @property
     def second_moment_scale(self) -> dict[str, float]:
         """Return c of `second_moment.py` for every compressed tensor, as last measured and smoothed."""
-        return dict(self._seconds.scales)
+        return dict(self._rule.scales)
 
 
-class AdamRule(Rule):
+class AdamRule(SecondMoments):
     """Sends m / (sqrt(v) + eps), as Adam corrects it, times lr / reference_lr; divides the average by sqrt(c)."""
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -101,21 +100,16 @@ class AdamRule(Rule):
     takes_joined = True
     by_numbers = staticmethod(kernels.adam_by_numbers)
 
-    def __init__(self, refresh_every: int, policy: Policy) -> None:
-        self.upkeep: SecondMoments = SecondMoments(refresh_every, policy)
-
     def check(self, group: Mapping[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_number(name, group[name])
-        for name in ("betas", "compressed_betas"):
-            check_betas(name, group[name])
+        check_numbers(group, "lr", "eps", "weight_decay")
+        check_betas(group, "betas", "compressed_betas")
 
     def numbers(self, family: Family, group: dict[str, Any]) -> dict[str, Any]:
         (beta1, beta2), (first, second) = group["compressed_betas"], family.weights
         first = beta1 * first + 1 - beta1
         return {
             "beta1": beta1,
-            "beta2": beta2 if self.upkeep.refresh_every else 1.0,
+            "beta2": beta2 if self.refresh_every else 1.0,
             "scale": first / (second or 1.0) ** 0.5,  # Adam's corrections: momentum / (scale * sqrt(v) + floor)
             "floor": first * group["eps"],
             # Adam's largest update of all ranks; that of one could be larger, if its second moment lags behind.
@@ -137,13 +131,18 @@ class AdamRule(Rule):
         kernel.step(piece.parameters, piece.tensors, keep=piece.keep, rates=piece.rates)
 
     def rate(self, group: Mapping[str, Any], name: str) -> float:
-        return float(group["reference_lr"] / self.upkeep.scales.get(name, 1.0) ** 0.5)  # of sqrt(c v), not sqrt(v)
+        return float(group["reference_lr"] / self.scales.get(name, 1.0) ** 0.5)  # of sqrt(c v), not sqrt(v)
 
-    def to_updates(self, names: Collection[str]) -> None:
-        self.upkeep.to_updates(names)
+    def begin(self, absent: Collection[str]) -> frozenset[str]:
+        self.parameters.families.leave_out(absent)
+        self.parameters.choose_dense(self.own_warmup, self.groups)
+        return self.sampled() if self.refresh_every and self.parameters.sync.world_size > 1 else frozenset()
 
-    def to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
-        family, betas = self.parameters.families.of(name), self.parameters.group_of(name)["betas"]
-        for kind, beta, weight in zip(self.moments, betas, family.weights, strict=True):
-            moments[kind].mul_((1 - beta**family.steps) / (weight or 1.0))  # torch divides by 1 - beta ** steps
-        moments["exp_avg_sq"].mul_(self.upkeep.scales.get(name, 1.0))
+    def finish(self, step: Step) -> None:
+        self.parameters.follow_weights(step, self.groups, self.own_warmup, freezes=not self.refresh_every)
+        if self.refresh_every:
+            self.measure(step)
+        if unfrozen := self.parameters.choose_dense(self.own_warmup, self.groups):
+            self.to_updates(unfrozen)
+        if self.refresh_every and not step.warms_up:
+            self.refresh()

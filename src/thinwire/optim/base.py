@@ -34,7 +34,8 @@ from ..sync.synchronizer import Synchronizer
 from . import states
 from .families import Families, Parameters
 from .guard import Guard, check_norm, check_order
-from .parameters import Params, find_parameters
+from .parameters import Params as Params
+from .parameters import find_parameters
 from .recorded import Recorder
 from .rule import Piece, Rule, StepNumbers
 
@@ -71,7 +72,6 @@ class CompressedOptimizer(Optimizer):
         check_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         given = dict(self.named_parameters())
-        self._exchanged = {name for name, parameter in given.items() if parameter.requires_grad}  # by DDP
         self._sharded = sharded_parameters(given, options.get("group"))
         tensors = given if self._sharded is None else self._sharded.tensors
         families = Families([group["param_names"] for group in self.param_groups])
@@ -80,8 +80,8 @@ class CompressedOptimizer(Optimizer):
         kinds = [rule.moments for rule in self._rule_of_group]
         self._parameters = Parameters(self, self.sync, families, given=given, tensors=tensors, kinds=kinds)
         for rule in self._rules.values():
-            rule.bind(self._parameters, {n for n, own in enumerate(self._rule_of_group) if own is rule})
-        self._count = 0  # of steps taken
+            rule.parameters = self._parameters
+            rule.groups = {number for number, own in enumerate(self._rule_of_group) if own is rule}
         self._guard = Guard(type(self).__name__, self.sync, given, self._sharded)
         self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
         self._recorder = Recorder(self._parameters, self._rule_of_group)
@@ -165,8 +165,8 @@ class CompressedOptimizer(Optimizer):
         """Return the settings of the step that begins."""
         parameters, scaler, rules = self._parameters, self.sync.grad_scaler, self._rules.values()
         trained = {name for name, p in parameters.given.items() if p.requires_grad}
-        parameters.absent = parameters.given.keys() - (trained if self.ddp is None else self._exchanged)
-        sampled = frozenset[str]().union(*[rule.upkeep.begin() for rule in rules])
+        absent = parameters.given.keys() - (trained if self.ddp is None else self._guard.trained)
+        sampled = frozenset[str]().union(*[rule.begin(absent) for rule in rules])
         families = [(self._rule_of_group[family.group], family) for family in parameters.families.all]
         numbers = [rule.numbers(family, self.param_groups[family.group]) for rule, family in families]
         made = Updates(
@@ -204,7 +204,6 @@ class CompressedOptimizer(Optimizer):
                 self.__dict__.pop(name, None)
             raise
         if sent.finite:
-            self._count += 1
             self._apply(sent)
         self.sync.count(sent)
         if sent.finite:
@@ -274,10 +273,10 @@ class CompressedOptimizer(Optimizer):
     def _finish(self, sent: Step) -> None:
         """Finish a step that was taken and counted: what follows may be sent in another way."""
         parameters, sync, rules = self._parameters, self.sync, self._rules.values()
-        for number in parameters.families.present:
-            parameters.families.all[number].steps += 1
+        for family in parameters.families.present:
+            family.steps += 1
         for rule in rules:
-            rule.upkeep.finish(sent)
+            rule.finish(sent)
             if sent.warms_up and not parameters.warms_up(sync.steps):
                 rule.to_updates(parameters.sent_as_updates(sync.steps, rule.groups))
         if not sync.policy.auto or sync.choice is not None:
@@ -302,7 +301,7 @@ class CompressedOptimizer(Optimizer):
             self.sync.average(moments.values(), DENSE)
             if moments:
                 rule.to_torch(name, moments)
-            rule.upkeep.forget([name])
+            rule.forget([name])
 
     # States: saved as torch does, consolidated, and loaded from thinwire's or torch's optimizer.
 
@@ -318,7 +317,7 @@ class CompressedOptimizer(Optimizer):
         self.state.update(states.kept_by_torch(self._parameters))
         packed = super().state_dict()
         self.state.clear()  # otherwise it would keep vectors that have moved
-        own = states.own_state(self._parameters, self._rules.values(), type(self).__name__, self._count)
+        own = states.own_state(self._parameters, self._rules.values(), type(self).__name__)
         return {**packed, "thinwire": own}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -349,9 +348,8 @@ class CompressedOptimizer(Optimizer):
         `strict=False`, ranks whose states are missing lose residuals and momenta, and a warning names them.
         """
         parameters, rules, kind = self._parameters, self._rule_of_group, type(self).__name__
-        steps: dict[str, int] | None = None  # that each parameter has taken, if the state is torch's
         if isinstance(state_dict, Mapping) and states.is_from_torch(state_dict):
-            loaded, steps = states.read_from_torch(state_dict, parameters, rules, kind)
+            loaded = states.read_from_torch(state_dict, parameters, rules, kind)
             self.sync.reset()
         else:
             given = states.states_of(state_dict, kind)
@@ -361,15 +359,11 @@ class CompressedOptimizer(Optimizer):
             self.sync.load_state_dict(own, choice=choice)  # checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": loaded.groups})
         parameters.load_moments(loaded.moments)
-        self._gathered, self._count = None, loaded.steps
+        self._gathered = None
         for family in parameters.families.all:
             family.steps = loaded.steps
         for take in loaded.take:
             take()
-        for rule in self._rules.values() if steps is not None else ():
-            rule.upkeep.begin_from_torch(steps or {})
-            if not parameters.warms_up(0):
-                rule.to_updates(parameters.sent_as_updates(0, rule.groups))
 
 
 def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Policy:

@@ -7,7 +7,7 @@ never compressed together.
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..sync.buckets import shaped
 from ..sync.checkpoint import DamagedError
 from ..sync.policy import Way
 from ..sync.residuals import NamedVectors
+from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
 
 
@@ -45,20 +46,20 @@ class Families:
         self.number_of = {name: number for number, names in enumerate(groups) for name in names}
         """The number of each parameter's family, by name. This dict changes in place."""
         self.all = [Family(number) for number in range(len(groups))]
-        self.present = set(range(len(groups)))  # in the step under way
+        self.present = list(self.all)  # in the step under way
         self._groups = dict(self.number_of)
-        self._absent: set[str] | None = None
+        self._absent: Collection[str] | None = None
         """The parameters that `present` leaves out; None if it was not computed from any."""
 
     def of(self, name: str) -> Family:
         return self.all[self.number_of[name]]
 
-    def leave_out(self, absent: set[str]) -> None:
+    def leave_out(self, absent: Collection[str]) -> None:
         """Let the step that begins leave these parameters out, mostly the same as in the step before."""
         if absent != self._absent:
             self.split(absent)
-            self.present = {number for name, number in self.number_of.items() if name not in absent}
-            self._absent = absent
+            numbers = {number for name, number in self.number_of.items() if name not in absent}
+            self.present, self._absent = [self.all[number] for number in sorted(numbers)], absent
 
     def split(self, chosen: Collection[str]) -> None:
         """Give the chosen parameters families of their own, unless all parameters of a family are chosen."""
@@ -86,26 +87,25 @@ class Families:
             "family_of": {name: number for name, number in self.number_of.items() if number != self._groups[name]},
         }
 
-    def parsed(self, state: Mapping[str, Any]) -> "Families":
-        """Return the families of a checkpoint; raise DamagedError if they do not fit. Nothing changes here."""
+    def parsed(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check the families of a checkpoint, and return a function that takes them over; raise DamagedError."""
         weights = [(float(first), float(second)) for first, second in state["weights"]]
-        families, family_of = state["families"], {**self._groups, **state["family_of"]}
-        if len(families) != len(weights) or family_of.keys() != self._groups.keys():
+        families, number_of = state["families"], {**self._groups, **state["family_of"]}
+        if len(families) != len(weights) or number_of.keys() != self._groups.keys():
             raise DamagedError("families of a saved state do not fit its weights: the checkpoint is damaged")
-        made = Families([])
         pairs = zip(families, weights, strict=True)
-        made.all = [Family(int(group), int(count), weight) for (group, count), weight in pairs]
-        if not all(0 <= family.steps < 2**63 and all(0 <= each <= 1 for each in family.weights) for family in made.all):
+        made = [Family(int(group), int(count), weight) for (group, count), weight in pairs]
+        if not all(0 <= family.steps < 2**63 and all(0 <= each <= 1 for each in family.weights) for family in made):
             raise DamagedError("numbers of steps that no training has in a saved state: the checkpoint is damaged")
-        for name, number in family_of.items():
-            if number not in range(len(made.all)) or made.all[number].group != self._groups[name]:
+        for name, number in number_of.items():
+            if number not in range(len(made)) or made[number].group != self._groups[name]:
                 raise DamagedError(f"{name!r} has no family in a saved state: the checkpoint is damaged")
-        made.number_of = family_of
-        return made
 
-    def take(self, other: "Families") -> None:
-        self.all, self._absent = other.all, None
-        self.number_of.update(other.number_of)
+        def take() -> None:
+            self.all, self._absent = made, None
+            self.number_of.update(number_of)
+
+        return take
 
 
 class MomentVectors(NamedVectors):
@@ -134,7 +134,6 @@ class Parameters:
     ) -> None:  # fmt: skip
         self._optimizer = weakref.ref(optimizer)  # whose `param_groups` torch replaces when it loads a state
         self.sync, self.families, self.given, self.tensors = sync, families, given, tensors
-        self.absent: set[str] = set()  # those that take no part in the step under way
         own = {name: kinds[families.of(name).group] for name in given}
         self._names = {kind: {name for name in given if kind in own[name]} for each in kinds for kind in each}
         self._sent_as_gradients: dict[Way, set[str]] = {}
@@ -189,3 +188,30 @@ class Parameters:
             found = {name for name, p in self.given.items() if way.sends_gradient(name, p.numel())}
             self._sent_as_gradients[way] = found
         return self._sent_as_gradients[way]
+
+    def follow_weights(self, step: Step, own: Collection[int], warmup: int, *, freezes: bool) -> None:
+        """Follow the weights of gradients in moments through a step; `freezes`: not in second moments of updates."""
+        by_updates = not step.warms_up and self.sent_as_updates(step.number, own)
+        for family in (family for family in self.families.present if family.group in own):
+            as_update = by_updates and family.steps > warmup  # this step is counted
+            beta1, beta2 = self.groups[family.group]["compressed_betas" if as_update else "betas"]
+            first, second = family.weights
+            first, changed = beta1 * first + 1 - beta1, beta2 * second + 1 - beta2
+            family.weights = first, second if as_update and freezes else changed
+
+    def choose_dense(self, warmup: int, groups: Collection[int]) -> Collection[str]:
+        """Let parameters that were unfrozen be sent dense in their own warm-up; return those that have ended it."""
+        sync, before = self.sync, self.sync.dense
+        early = [family for family in self.families.all if family.steps < warmup and family.group in groups]
+        sync.dense = frozenset()
+        if self.warms_up(sync.steps):
+            return ()
+        if early:
+            of, is_small, given = self.families.of, sync.policy.is_small, self.given.items()
+            sync.dense = frozenset(name for name, p in given if of(name) in early and not is_small(name, p.numel()))
+        return before - sync.dense
+
+
+def sent_rate(group: Mapping[str, Any]) -> float:
+    """Return the factor of updates that are sent. With it, what is not sent keeps the lr of its own step."""
+    return float(group["lr"]) / float(group["reference_lr"])

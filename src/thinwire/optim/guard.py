@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collectives.collective import Collective
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
-from ..integrations.ddp_models import count_ddp, ddp_of
+from ..integrations.ddp_models import ddp_made, ddp_of
 from ..integrations.fsdp import ShardedParameters
 from ..sync.buckets import Bucket
 from ..sync.policy import Policy
@@ -27,19 +27,22 @@ from .fragments import Named
 _LARGEST = 1e18  # larger whole numbers are none that torch takes
 
 
-def check_number(name: str, given: float, *, below: float = _LARGEST) -> None:
-    """Raise ValueError unless 0 <= given < below."""
-    if isinstance(given, bool) or not isinstance(given, (int, float, Tensor)) or not 0 <= float(given) < below:
-        expected = "0 or more" if below == _LARGEST else f"0 to below {below:g}"
-        raise ValueError(f"{name} {given!r}, expected {expected}")
+def check_numbers(given: Mapping[str, Any], *names: str, below: float = _LARGEST) -> None:
+    """Raise ValueError unless the numbers of these names are 0 or more, and less than `below`."""
+    for name in names:
+        number = given[name]
+        if isinstance(number, bool) or not isinstance(number, (int, float, Tensor)) or not 0 <= float(number) < below:
+            expected = "0 or more" if below == _LARGEST else f"0 to below {below:g}"
+            raise ValueError(f"{name} {number!r}, expected {expected}")
 
 
-def check_betas(name: str, given: Any) -> None:
+def check_betas(given: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError unless these are two numbers from 0 to below 1."""
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise ValueError(f"{name} {given!r}, expected two numbers")
-    for number, beta in enumerate(given, start=1):
-        check_number(f"beta{number} of {name}", beta, below=1.0)
+    for name in names:
+        if not isinstance(given[name], (tuple, list)) or len(given[name]) != 2:
+            raise ValueError(f"{name} {given[name]!r}, expected two numbers")
+        betas = {f"beta{index} of {name}": beta for index, beta in enumerate(given[name], start=1)}
+        check_numbers(betas, *betas, below=1.0)
 
 
 _REFUSED = {
@@ -74,21 +77,15 @@ def check_norm(max_grad_norm: float | None) -> None:
 def check_order(policy: Policy) -> None:
     """Raise ValueError if gradients follow updates, after which momentum differs between ranks."""
     phases = [parsed(given) for _, given in policy.warmup]
-    first = next((index for index, given in enumerate(phases) if given.sparse), None)
-    if first is None:
-        return
-    if policy.auto:
-        raise ValueError(
-            f"{format_spec(phases[first])} before auto, which tries to send gradients first: an optimizer cannot "
-            "return from updates to gradients; remove the sparse phases from the warm-up"
-        )
+    phases += [policy.final] if isinstance(policy.final, NoCompression) else []
+    first = next((index for index, given in enumerate(phases) if given.sparse), len(phases))
     later = [given for given in phases[first:] if not given.sparse]
-    if isinstance(policy.final, NoCompression):
-        later.append(policy.final)
-    if later:
+    if later or (policy.auto and phases[first:]):
+        before = "auto, which tries to send gradients first" if policy.auto else format_spec(later[0])
+        where = "" if policy.auto else ", or move them to its end"
         raise ValueError(
-            f"{format_spec(phases[first])} before {format_spec(later[0])}: an optimizer cannot return from "
-            "updates to gradients; remove the sparse phases from the warm-up, or move them to its end"
+            f"{format_spec(phases[first])} before {before}: an optimizer cannot return from updates to gradients; "
+            f"remove the sparse phases from the warm-up{where}"
         )
 
 
@@ -117,8 +114,7 @@ def check_groups(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> Non
 
 def check_replicas(sync: Synchronizer, named: Named) -> None:
     """Raise ValueError if parameters differ between ranks, because they would stay different unnoticed."""
-    sums = torch.stack([_digest(p) for _, p in named])
-    mean = sync.mean_of(sums)
+    sums, mean = _digests(sync, [p for _, p in named])
     apart = sync.mean_of(((sums - mean).abs() > 1e-9 * (1.0 + mean.abs())).double())
     for (name, _), differs in zip(named, apart.tolist(), strict=True):
         if differs:
@@ -128,10 +124,15 @@ def check_replicas(sync: Synchronizer, named: Named) -> None:
             )
 
 
-def _digest(parameter: Tensor) -> Tensor:
-    """Return a weighted sum of the elements, which depends on their order too."""
-    flat = parameter.detach().double().reshape(-1)
-    return flat @ torch.arange(flat.numel(), device=flat.device).remainder(1009).add(1).double()
+def _digests(sync: Synchronizer, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return weighted sums of the elements of tensors, which depend on their order too, and their means over ranks."""
+
+    def digest(tensor: Tensor) -> Tensor:
+        flat = tensor.detach().double().reshape(-1)
+        return flat @ torch.arange(flat.numel(), device=flat.device).remainder(1009).add(1).double()
+
+    sums = torch.stack([digest(tensor) for tensor in tensors])
+    return sums, sync.mean_of(sums)
 
 
 class Guard:
@@ -144,9 +145,9 @@ class Guard:
         self, optimizer: str, sync: Synchronizer, given: Mapping[str, Tensor], sharded: ShardedParameters | None
     ) -> None:
         self._optimizer, self._sync, self._given, self._sharded = f"thinwire.{optimizer}", sync, given, sharded
-        self._trained = {name for name, parameter in given.items() if parameter.requires_grad}  # when DDP was made
+        self.trained = {name for name, parameter in given.items() if parameter.requires_grad}  # when DDP was made
         self._sent: dict[str, tuple[Tensor | None, int]] = {}  # and how often each had changed by then
-        self._searched: int | None = None  # the `count_ddp` at which the parameters were last searched in DDP models
+        self._searched: int | None = None  # the `ddp_made` at which the parameters were last searched in DDP models
 
     # Before gradients are sent.
 
@@ -173,7 +174,7 @@ class Guard:
 
     def check_plain(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raise an error if gradients that no hook has sent were averaged before, or ranks began with other weights."""
-        made = count_ddp()  # to search takes long, so only after another one was made
+        made = ddp_made()[0]  # to search takes long, so only after another one was made
         if self._searched != made and ddp_of([p for _, p in named]) is not None:
             raise RuntimeError(
                 "the model was wrapped in DistributedDataParallel after this optimizer was made, so DDP has sent the "
@@ -202,10 +203,11 @@ class Guard:
 
     def record(self) -> None:
         """Remember the gradients, which were sent."""
-        self._sent = {}
-        for name, parameter in self._given.items():
-            grad = parameter.grad
-            self._sent[name] = grad, -1 if grad is None else local_of(grad)._version
+        grads = {name: parameter.grad for name, parameter in self._given.items()}
+        self._sent = {name: (grad, -1 if grad is None else self._local(grad)._version) for name, grad in grads.items()}
+
+    def _local(self, grad: Tensor) -> Tensor:
+        return grad if self._sharded is None else local_of(grad)
 
     def forget(self) -> None:
         self._sent = {}
@@ -215,7 +217,7 @@ class Guard:
     def check_sent(self, *, by_ddp: bool, by_fsdp: bool) -> None:
         """Raise RuntimeError if a backward pass should have sent gradients, and has not."""
         if by_ddp:
-            raise RuntimeError(f"no gradients were exchanged since the last step: {self._why_not_exchanged()}")
+            raise RuntimeError(f"no gradients were exchanged since the last step: {self._why_ddp_waits()}")
         if by_fsdp:
             raise RuntimeError(
                 "no gradients were exchanged since the last step: the last backward pass before step() must be the "
@@ -224,10 +226,10 @@ class Guard:
                 "thinwire.per_rank(optimizer), and load thinwire.load_per_rank(..., owner=optimizer)"
             )
 
-    def _why_not_exchanged(self) -> str:
+    def _why_ddp_waits(self) -> str:
         """Return why DDP has not sent all gradients, as far as they tell: it waits for those that are missing."""
-        missing = [name for name in self._given if name in self._trained and self._given[name].grad is None]
-        if not missing or len(missing) == len(self._trained):
+        missing = [name for name in self._given if name in self.trained and self._given[name].grad is None]
+        if not missing or len(missing) == len(self.trained):
             return (
                 "the last backward pass before step() must be the DDP model's, and neither it nor its forward pass "
                 "under no_sync()"
@@ -276,9 +278,7 @@ class Guard:
                     )
             elif name not in self._sent:
                 return "the backward pass did not come to an end: call zero_grad(), and backward again"
-            elif grad is not self._sent[name][0] or (
-                grad is not None and not self._is_as_sent(name, grad, is_checked_by_scaler)
-            ):
+            elif grad is not self._sent[name][0] or not self._is_as_sent(name, is_checked_by_scaler):
                 beside = ", or of one beside it in memory," if grad is not None and self._sharing(grad) > 1 else ""
                 return self._changed(f"{name!r}{beside}")
         return None
@@ -290,27 +290,26 @@ class Guard:
             "max_grad_norm=; to know the norm, torch.nn.utils.get_total_norm; to scale, scale the loss"
         )
 
-    def _is_as_sent(self, name: str, grad: Tensor, is_checked_by_scaler: bool) -> bool:
-        changes = local_of(grad)._version - self._sent[name][1]
-        if changes and is_checked_by_scaler:
-            # To find Inf, GradScaler has multiplied all gradients by 1.
-            counted = _changes_by_scaler(grad.device)
-            return counted > 0 and changes in (counted, counted * self._sharing(grad))
-        return changes == 0
+    def _is_as_sent(self, name: str, is_checked_by_scaler: bool) -> bool:
+        grad, before = self._sent[name]
+        changes = 0 if grad is None else self._local(grad)._version - before
+        if grad is None or not changes or not is_checked_by_scaler:
+            return not changes
+        counted = _changes_by_scaler(grad.device)  # to find Inf, GradScaler has multiplied all gradients by 1
+        return counted > 0 and changes in (counted, counted * self._sharing(grad))
 
     def _sharing(self, grad: Tensor) -> int:
         """Return how many gradients share this one's memory, because torch counts changes of all views together."""
-        memory = local_of(grad).untyped_storage().data_ptr()
-        others = (local_of(p.grad) for p in self._given.values() if p.grad is not None)
-        return sum(other.untyped_storage().data_ptr() == memory for other in others)
+        grads = [self._local(each) for p in self._given.values() if (each := p.grad) is not None]
+        memory = self._local(grad).untyped_storage().data_ptr()
+        return sum(each.untyped_storage().data_ptr() == memory for each in grads)
 
     def _warn_of_averaged(self, named: Named) -> None:
         """Warn if gradients are alike on all ranks before they are exchanged: then DDP has averaged them, dense."""
         grads = [p.grad for _, p in named if p.grad is not None]
         if not grads:
             return
-        mine = torch.stack([_digest(grad) for grad in grads])
-        mean = self._sync.mean_of(mine)
+        mine, mean = _digests(self._sync, grads)
         if bool(mine.any()) and torch.allclose(mine, mean, rtol=1e-12, atol=0.0):
             warnings.warn(
                 "gradients are the same on all ranks before they are exchanged. If DDP has averaged them, nothing is "

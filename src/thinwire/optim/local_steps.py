@@ -16,7 +16,7 @@ counted twice.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from ..sync.step import Step, is_finite
 from ..sync.synchronizer import Synchronizer
 from .base import CompressedOptimizer, dense_policy
 from .fragments import Fragment, Named, Part, split
-from .guard import check_number, check_replicas
+from .guard import check_numbers, check_replicas
 from .membership import Membership
 
 _BUFFER = "buffer: "  # begins the names of buffers
@@ -118,8 +118,8 @@ class LocalSteps(Optimizer):
         self.optimizers = _listed(optimizer)
         named, buffers = _named(self.optimizers, model)
         _check_schedule(every, fragments, delay, len(named))
-        check_number("outer_lr", outer_lr)
-        check_number("outer_momentum", outer_momentum, below=1.0)
+        check_numbers({"outer_lr": outer_lr}, "outer_lr")
+        check_numbers({"outer_momentum": outer_momentum}, "outer_momentum", below=1.0)
         if nesterov and not outer_momentum:
             raise ValueError("nesterov with outer_momentum 0, expected a momentum above 0")
         if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
@@ -142,12 +142,12 @@ class LocalSteps(Optimizer):
         device = torch.device("cpu") if offload else None
         parts = split(named, fragments)
         self.fragments = [Fragment(part, buffers if part is parts[-1] else [], device) for part in parts]
+        self._parts = [part for fragment in self.fragments for part in fragment.parts]
         self.steps = 0  # local ones
         self.left_out = 0  # number of exchanges from which this rank's difference was left out, since it was not finite
         self._round: Round | None = None
         self._gathered: list[dict[str, Any]] | None = None
-        self._is_checked = False
-        self._is_made = False
+        self._is_checked = self._is_made = False
         super().__init__([p for _, p in named], self.optimizers[0].defaults)
         self._is_made = True
         if self._membership is not None and self._membership.is_newcomer:
@@ -240,7 +240,7 @@ class LocalSteps(Optimizer):
         elif self._round is not None:
             self._end_round(self._round)  # since members may have changed with it
         if not self.steps and not self._is_checked:  # the program may have loaded weights since this was made
-            for part in self._parts():
+            for part in self._parts:
                 part.take_common()
         is_common = self._round is None and all(each.exchanged_at == self.steps for each in self.fragments)
         inner = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -300,7 +300,7 @@ class LocalSteps(Optimizer):
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         for fragment, exchanged_at in zip(self.fragments, choice.alike["exchanged_at"], strict=True):
             fragment.exchanged_at = int(exchanged_at)
-        for part in self._parts():
+        for part in self._parts:
             part.load(tensors["common"], tensors["outer"])
             part.set_local(part.flat(tensors["weights"]) if tensors["weights"] else part.common)
         self.steps, self.left_out = int(choice.alike["local_steps"]), int(choice.alike["left_out"])
@@ -323,44 +323,31 @@ class LocalSteps(Optimizer):
         for fragment in self.fragments:
             fragment.exchanged_at = int(state["local_steps"])
         common, momentum = (self._checked(state, kind) for kind in ("common", "outer"))
-        for part in self._parts():
+        for part in self._parts:
             part.load(common, momentum)
             part.set_local(part.common)
         self.steps, self.sync.stats.steps = int(state["local_steps"]), int(state["rounds"])
         for group, options in zip(self.param_groups, state["options"], strict=True):
             group.update(options)
 
-    def _parts(self) -> Iterator[Part]:
-        for fragment in self.fragments:
-            yield from fragment.parts
-
     @property
     def _setting(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
 
     def _by_name(self, flat: Any) -> dict[str, Tensor]:
-        made: dict[str, Tensor] = {}
-        for part in self._parts():
-            if (found := flat(part)) is not None:
-                made |= part.named(found)
-        return made
+        found = [(part, flat(part)) for part in self._parts]
+        return {name: own for part, one in found if one is not None for name, own in part.named(one).items()}
 
     def _under_way(self) -> dict[str, Any] | None:
         current = self._round
         if current is None:
             return None
-        before: dict[str, Tensor] = {}
-        means: dict[str, Tensor] = {}
-        for part, bucket in zip(current.fragment.parts, current.buckets, strict=True):
-            assert part.before is not None
-            before |= part.named(part.before)
-            means |= part.named(bucket.tensor)
         return {
             "fragment": self.fragments.index(current.fragment),
             "since": current.since,
             "due": current.due,
-            "before": before,
-            "means": means,
+            "before": self._by_name(lambda part: part.before),
+            "means": {name: mean for bucket in current.buckets for name, mean in bucket.parts().items()},
             "is_void": current.is_void,
         }
 
@@ -489,7 +476,7 @@ class LocalSteps(Optimizer):
             )
         for bucket in buckets:
             bucket.tensor.zero_()
-        for part in self._parts():
+        for part in self._parts:
             part.restart()
         for optimizer in self.optimizers:
             for parameter, kept in list(optimizer.state.items()):
@@ -499,7 +486,7 @@ class LocalSteps(Optimizer):
     def _check_start(self) -> None:
         if self._is_checked:
             return
-        parts = [part for part in self._parts() if not part.is_averaged]  # a forward pass has changed the others
+        parts = [part for part in self._parts if not part.is_averaged]  # a forward pass has changed the others
         if not self.steps:  # the program may have loaded weights since this optimizer was made
             for part in parts:
                 part.take_common()

@@ -60,8 +60,8 @@ class Recorder:
 
     def run(self, sent: Step, numbers: StepNumbers, apply: Callable[[StepNumbers], None]) -> None:
         """Apply a step; by a recording, once the work has been the same for a few steps."""
-        if sent.updates is None or sent.updates.numbers is None:
-            return apply(numbers)
+        assert sent.updates is not None
+        assert sent.updates.numbers is not None
         tensors = [self._parameters.tensors[name] for name in sent.numels]
         unused = any(self._parameters.given[name].grad is None for name in sent.numels)
         if unused or any(p.dtype != torch.float32 for p in tensors) or (addresses := sent.addresses()) is None:

@@ -17,6 +17,7 @@ from ..kernels.updates import Update
 from ..sync.buckets import Slice
 from ..sync.step import Step
 from .families import Family, Parameters
+from .families import sent_rate as sent_rate
 
 
 class StepNumbers(NamedTuple):
@@ -41,35 +42,10 @@ class Piece(NamedTuple):
     rates: list[Any]
 
 
-class Upkeep:
-    """What a rule does between steps, and keeps besides moments. This one does nothing; all ranks make the calls."""
-
-    parameters: Parameters
-    groups: Collection[int]  # numbers of the parameter groups that have this rule
-
-    def begin(self) -> frozenset[str]:
-        """Prepare the step that begins; return the names of parameters whose gradients it samples."""
-        return frozenset()
-
-    def finish(self, step: Step) -> None:
-        """Finish a step that was taken and counted."""
-
-    def forget(self, names: Collection[str]) -> None:
-        """Drop everything kept of parameters that are sent as gradients from now on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def parsed(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check a saved state, and return a function that takes it over; raise DamagedError if it cannot be."""
-        return lambda: None
-
-    def begin_from_torch(self, steps: Mapping[str, int]) -> None:
-        """Begin anew with moments of torch's optimizer, where each parameter has taken so many steps."""
-
-
 class Rule:
     """One way to make updates from gradients. A rule defines the first five methods, and the others if it needs them.
+
+    All ranks make the same calls.
 
     moments         names of the vectors kept for every parameter, as in torch.
     local_moments   those of them that differ between ranks.
@@ -84,16 +60,8 @@ class Rule:
     settings: tuple[str, ...] = ()
     takes_joined = False
     by_numbers: Callable[[torch.device], ModuleType | None] = staticmethod(lambda device: None)
-    parameters: Parameters
+    parameters: Parameters  # set by the optimizer, with the numbers of the groups that have this rule
     groups: Collection[int]
-    upkeep: Upkeep
-
-    def bind(self, parameters: Parameters, groups: Collection[int]) -> None:
-        """Give this rule the optimizer's parameters, and the numbers of the groups that are its own."""
-        if not hasattr(self, "upkeep"):
-            self.upkeep = Upkeep()
-        for each in (self, self.upkeep):
-            each.parameters, each.groups = parameters, groups
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
@@ -128,7 +96,26 @@ class Rule:
     def to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
         """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
 
+    # What is kept besides moments, and done between steps.
 
-def sent_rate(group: Mapping[str, Any]) -> float:
-    """Return the factor of updates that are sent. With it, what is not sent keeps the lr of its own step."""
-    return float(group["lr"]) / float(group["reference_lr"])
+    def begin(self, absent: Collection[str]) -> frozenset[str]:
+        """Prepare a step without the absent parameters; return the names of those whose gradients it samples."""
+        return frozenset()
+
+    def finish(self, step: Step) -> None:
+        """Finish a step that was taken and counted."""
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop everything kept of parameters that are sent as gradients from now on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def parsed(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a saved state, and return a function that takes it over; raise DamagedError if it cannot be."""
+        return lambda: None
+
+    def begin_from_torch(self, steps: Mapping[str, int]) -> None:
+        """Begin anew with moments of torch's optimizer, where each parameter has taken so many steps."""
+        if not self.parameters.warms_up(0):
+            self.to_updates(self.parameters.sent_as_updates(0, self.groups))

@@ -13,7 +13,7 @@ The ranks also average their second moments: often at the start of training, the
 many orders of magnitude, so their logarithms are sent, in 4 bits each.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -26,9 +26,8 @@ from ..sync.checkpoint import DamagedError
 from ..sync.policy import DENSE, Policy
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
-from .families import Family
 from .guard import check_first
-from .rule import Upkeep
+from .rule import Rule
 
 _FIRST_REFRESH = 16
 _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
@@ -38,8 +37,8 @@ _PIECE, _AT_ONCE = 1 << 20, 8
 _FOUR_BITS = Quantize(bits=4)
 
 
-class SecondMoments(Upkeep):
-    """The second moments of an optimizer's parameters, under the name "exp_avg_sq", and their c.
+class SecondMoments(Rule):
+    """A rule with second moments, called "exp_avg_sq", and their c.
 
     refresh_every   number of steps between averages; the first ones are at 16, 32, 64 ... steps. 0: second moments are
                     frozen when the warm-up ends.
@@ -56,35 +55,63 @@ class SecondMoments(Upkeep):
         self._found: dict[str, float] = {}  # c as measured and smoothed, also of tensors that do not need it yet
         self._measures_next = False  # True if c is measured at the next step, as after resuming with another world size
         phases = takewhile(lambda phase: not parsed(phase[1]).sparse, policy.warmup)
-        self._own_warmup = sum(steps for steps, _ in phases)
+        self.own_warmup = sum(steps for steps, _ in phases)
 
-    def begin(self) -> frozenset[str]:
-        """Choose what is sent dense; return the compressed parameters of this step if c is measured after it."""
-        self.parameters.families.leave_out(self.parameters.absent)
-        self._choose_dense()
+    def sampled(self) -> frozenset[str]:
+        """Return the compressed parameters of the step that begins, if c is measured after it."""
         sync, of, sent = self.parameters.sync, self.parameters.families.of, self.parameters.sent_as_updates
-        if not self.refresh_every or sync.world_size == 1:
-            return frozenset()
         if self.parameters.warms_up(sync.steps):
             return frozenset(sent(sync.steps + 1, self.groups))  # those that are compressed at the next step
-        due = {f for f in self._present() if self._measures_next or self._is_refresh(f.steps + 1)}
-        ends = {f for f in self._present() if f.steps + 1 == self._own_warmup}
-        sampled = {name for name in sent(sync.steps, self.groups) if of(name) in due} if due else set()
-        return frozenset(sampled | {name for name in sync.dense if of(name) in ends})
+        present = [family for family in self.parameters.families.present if family.group in self.groups]
+        due = {f for f in present if self._measures_next or self._is_refresh(f.steps + 1)}
+        ends = {f for f in present if f.steps + 1 == self.own_warmup}
+        names = {name for name in sent(sync.steps, self.groups) if of(name) in due} if due else set()
+        return frozenset(names | {name for name in sync.dense if of(name) in ends})
 
-    def finish(self, step: Step) -> None:
+    def measure(self, step: Step) -> None:
+        """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
+        sync = self.parameters.sync
+        # All shards measure the same parameters; a shard may have no element of one.
+        names = step.samples if sync.shards is None or step.updates is None else step.updates.sampled
+        if not names:
+            return
+        nothing = torch.zeros(0, device=self.parameters.device)
+        ordered = {name: step.samples.get(name, nothing) for name in self.parameters.tensors if name in names}
+        for part in ordered.values():
+            if part.is_cuda:  # it was made on the stream that encodes
+                part.record_stream(torch.cuda.current_stream(part.device))
+        for name, found in measure(sync, ordered).items():
+            known = self._found.get(name)
+            self._found[name] = found if known is None else (known + found) / 2
+        self._measures_next = False
+        if not step.warms_up:  # second moments of sampled tensors are this rank's own by now, if they are compressed
+            compressed = (name for name in ordered if name not in sync.dense)
+            self.scales |= {name: self._found[name] for name in compressed if name in self._found}
+
+    def refresh(self) -> None:
+        """Average the second moments of ranks, where that is due."""
         sync, families = self.parameters.sync, self.parameters.families
-        self._follow_weights(step)
-        sampled = () if step.updates is None else step.updates.sampled
-        if step.samples or (sampled and sync.shards is not None):
-            self._measure(step)
-        was_dense = sync.dense
-        self._choose_dense()
-        if was_dense - sync.dense and not self.parameters.warms_up(sync.steps):
-            self.to_updates(was_dense - sync.dense)
-        due = {family for family in self._present() if self._is_refresh(family.steps)}
-        if due and not step.warms_up:
-            self._refresh([v for name, v in self._compressed() if families.of(name) in due])
+        due = {f for f in families.present if f.group in self.groups and self._is_refresh(f.steps)}
+        if not due:
+            return
+        sync.stats.refreshes += 1
+        seconds = (v for name, v in self._compressed() if families.of(name) in due)
+        pieces = [piece for v in seconds if v.numel() for piece in v.split(_PIECE)]
+        mean = _mean_of(pieces)
+        for start in range(0, len(pieces), _AT_ONCE):
+            some = pieces[start : start + _AT_ONCE]
+            logarithms = [_raise_small(piece, mean).log2() for piece in some]
+            centres = torch.stack([logarithm.mean() for logarithm in logarithms])
+            sync.average([centres], NoCompression())  # four bits are enough for the differences
+            for logarithm, centre in zip(logarithms, centres, strict=True):
+                logarithm.sub_(centre)
+            sync.average(logarithms, _FOUR_BITS)
+            for piece, logarithm, centre in zip(some, logarithms, centres, strict=True):
+                piece.copy_(logarithm.add_(centre).exp2_())
+
+    def _is_refresh(self, count: int) -> bool:
+        early = _FIRST_REFRESH <= count < self.refresh_every and count & (count - 1) == 0
+        return early or count % self.refresh_every == 0
 
     def forget(self, names: Collection[str]) -> None:
         for name in names:
@@ -100,12 +127,17 @@ class SecondMoments(Upkeep):
                 self.scales[name] = self._found.get(name, 1.0)
                 v.div_(self.scales[name])
 
+    def to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
+        family, betas = self.parameters.families.of(name), self.parameters.group_of(name)["betas"]
+        for kind, beta, weight in zip(self.moments, betas, family.weights, strict=True):
+            moments[kind].mul_((1 - beta**family.steps) / (weight or 1.0))  # torch divides by 1 - beta ** steps
+        moments["exp_avg_sq"].mul_(self.scales.get(name, 1.0))
+
     def state_dict(self) -> dict[str, Any]:
-        measured = {"scales": dict(self.scales), "measured": dict(self._found)}
-        return {**self.parameters.families.state_dict(), **measured}
+        return {**self.parameters.families.state_dict(), "scales": dict(self.scales), "measured": dict(self._found)}
 
     def parsed(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        families = self.parameters.families.parsed(state)
+        take_families = self.parameters.families.parsed(state)
         saved, here = int(state["world_size"]), self.parameters.sync.world_size
         scales, found = (
             {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
@@ -115,84 +147,20 @@ class SecondMoments(Upkeep):
             raise DamagedError("a scale of second moments beyond 0 to 1 in a saved state: the checkpoint is damaged")
 
         def take() -> None:
-            self.parameters.families.take(families)
-            self._choose_dense()
+            take_families()
+            self.parameters.choose_dense(self.own_warmup, self.groups)
             self.scales, self._found, self._measures_next = scales, found, saved != here
 
         return take
 
     def begin_from_torch(self, steps: Mapping[str, int]) -> None:
         self.parameters.families.reset(steps)
-        for family in self._all():
-            beta1, beta2 = self.parameters.groups[family.group]["betas"]
-            family.weights = 1 - beta1**family.steps, 1 - beta2**family.steps
+        for family in self.parameters.families.all:
+            if family.group in self.groups:
+                beta1, beta2 = self.parameters.groups[family.group]["betas"]
+                family.weights = 1 - beta1**family.steps, 1 - beta2**family.steps
         self.scales, self._found, self._measures_next = {}, {}, False
-
-    def _all(self) -> list[Family]:
-        return [family for family in self.parameters.families.all if family.group in self.groups]
-
-    def _present(self) -> list[Family]:
-        present, every = self.parameters.families.present, self.parameters.families.all
-        return [family for number, family in enumerate(every) if number in present and family.group in self.groups]
-
-    def _choose_dense(self) -> None:
-        """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
-        parameters, sync = self.parameters, self.parameters.sync
-        early, sync.dense = {family for family in self._all() if family.steps < self._own_warmup}, frozenset()
-        if early and not parameters.warms_up(sync.steps):
-            of, is_small, given = parameters.families.of, sync.policy.is_small, parameters.given.items()
-            sync.dense = frozenset(name for name, p in given if of(name) in early and not is_small(name, p.numel()))
-
-    def _follow_weights(self, step: Step) -> None:
-        """Follow the weights of gradients in moments: at constant betas 1 - beta ** steps, by which Adam divides."""
-        by_gradients = step.warms_up or not self.parameters.sent_as_updates(step.number, self.groups)
-        for family in self._present():
-            as_gradients = by_gradients or family.steps <= self._own_warmup  # this step is counted
-            beta1, beta2 = self.parameters.groups[family.group]["betas" if as_gradients else "compressed_betas"]
-            first, second = family.weights
-            followed = as_gradients or self.refresh_every > 0
-            family.weights = beta1 * first + 1 - beta1, beta2 * second + 1 - beta2 if followed else second
-
-    def _measure(self, step: Step) -> None:
-        """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
-        assert step.updates is not None
-        sync = self.parameters.sync
-        # All shards measure the same parameters; a shard may have no element of one.
-        names = step.samples if sync.shards is None else step.updates.sampled
-        nothing = torch.zeros(0, device=self.parameters.device)
-        ordered = {name: step.samples.get(name, nothing) for name in self.parameters.tensors if name in names}
-        for part in ordered.values():
-            if part.is_cuda:  # it was made on the stream that encodes
-                part.record_stream(torch.cuda.current_stream(part.device))
-        for name, found in measure(sync, ordered).items():
-            known = self._found.get(name)
-            self._found[name] = found if known is None else (known + found) / 2
-        self._measures_next = False
-        if not step.warms_up:  # second moments of sampled tensors are this rank's own by now, if they are compressed
-            compressed = (name for name in ordered if name not in sync.dense)
-            self.scales |= {name: self._found[name] for name in compressed if name in self._found}
-
-    def _is_refresh(self, count: int) -> bool:
-        if not self.refresh_every:
-            return False
-        early = _FIRST_REFRESH <= count < self.refresh_every and count & (count - 1) == 0
-        return early or count % self.refresh_every == 0
-
-    def _refresh(self, seconds: Iterable[Tensor]) -> None:
-        sync = self.parameters.sync
-        sync.stats.refreshes += 1
-        pieces = [piece for v in seconds if v.numel() for piece in v.split(_PIECE)]
-        mean = _mean_of(pieces)
-        for start in range(0, len(pieces), _AT_ONCE):
-            some = pieces[start : start + _AT_ONCE]
-            logarithms = [_raise_small(piece, mean).log2() for piece in some]
-            centres = torch.stack([logarithm.mean() for logarithm in logarithms])
-            sync.average([centres], NoCompression())  # four bits are enough for the differences
-            for logarithm, centre in zip(logarithms, centres, strict=True):
-                logarithm.sub_(centre)
-            sync.average(logarithms, _FOUR_BITS)
-            for piece, logarithm, centre in zip(some, logarithms, centres, strict=True):
-                piece.copy_(logarithm.add_(centre).exp2_())
+        super().begin_from_torch(steps)
 
     def _compressed(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the second moments of all parameters compressed from now on, in the same order on all ranks."""

@@ -13,10 +13,9 @@ from ..collectives.groups import Group
 from ..kernels.updates import MomentumUpdate
 from ..sync.buckets import Slice, flat
 from ..sync.policy import DEFAULT, Policy, Spec
-from .base import CompressedOptimizer, policy_of
+from .base import CompressedOptimizer, Params, policy_of
 from .families import Family
-from .guard import check_number, check_torch_options
-from .parameters import Params
+from .guard import check_numbers, check_torch_options
 from .rule import Piece, Rule, sent_rate
 
 _COMPRESSED_MOMENTUM = 0.5
@@ -66,7 +65,7 @@ class SGD(CompressedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = {**self.defaults, **param_group}
         if given["compressed_momentum"] is None:
-            check_number("momentum", given["momentum"], below=1.0)
+            check_numbers(given, "momentum", below=1.0)
             given["compressed_momentum"] = min(float(given["momentum"]), _COMPRESSED_MOMENTUM)
         super().add_param_group(given)
 
@@ -79,10 +78,8 @@ class MomentumRule(Rule):
     settings = ("momentum", "lr", "weight_decay", "nesterov")
 
     def check(self, group: Mapping[str, Any]) -> None:
-        check_number("lr", group["lr"])
-        check_number("weight_decay", group["weight_decay"])
-        for name in ("momentum", "compressed_momentum"):
-            check_number(name, group[name], below=1.0)
+        check_numbers(group, "lr", "weight_decay")
+        check_numbers(group, "momentum", "compressed_momentum", below=1.0)
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov with momentum 0, expected a momentum above 0")
 

@@ -5,6 +5,7 @@ Reading checks everything, and changes nothing: `Loaded` has what an optimizer t
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..sync import checkpoint
 from ..sync.buckets import shaped
 from ..sync.shards import local_of
 from .families import Parameters
-from .guard import check_groups, check_number, check_torch_options
+from .guard import check_groups, check_numbers, check_torch_options
 from .rule import Rule
 
 State = Mapping[str, Any]
@@ -27,7 +28,7 @@ class Loaded(NamedTuple):
     groups: list[dict[str, Any]]
     moments: dict[str, Mapping[str, Tensor]]
     steps: int
-    take: Sequence[Callable[[], None]]  # take over what rules have saved
+    take: Sequence[Callable[[], None]]  # let each rule take over what it keeps besides
 
 
 # thinwire's own.
@@ -35,23 +36,24 @@ class Loaded(NamedTuple):
 
 def kept_by_torch(parameters: Parameters) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state of each parameter as torch's optimizers have it: views in the shapes of the parameters."""
-    made = {}
-    for name, parameter in parameters.given.items():
-        like, kept = parameters.tensors[name], parameters.moments_of(name)
-        if kept:
-            steps = torch.tensor(float(parameters.families.of(name).steps))
-            made[parameter] = {"step": steps, **{kind: shaped(moment, like) for kind, moment in kept.items()}}
-    return made
+    kept = {name: parameters.moments_of(name) for name in parameters.given}
+    return {parameters.given[name]: _as_torch(parameters, name, own) for name, own in kept.items() if own}
 
 
-def own_state(parameters: Parameters, rules: Iterable[Rule], optimizer: str, count: int) -> dict[str, Any]:
+def _as_torch(parameters: Parameters, name: str, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    like, steps = parameters.tensors[name], torch.tensor(float(parameters.families.of(name).steps))
+    return {"step": steps, **{kind: shaped(moment, like) for kind, moment in moments.items()}}
+
+
+def own_state(parameters: Parameters, rules: Iterable[Rule], optimizer: str) -> dict[str, Any]:
     """Return the state under "thinwire": those of the synchronizer and of the rules, and whose moments are local."""
     sync = parameters.sync
     last = parameters.sent_as_updates(sync.steps - 1) if sync.steps else []
     after = set(parameters.sent_as_updates(sync.steps))
+    count = max(family.steps for family in parameters.families.all)
     made = {"optimizer": optimizer, "count": count, "local": [name for name in last if name in after]}
     for rule in rules:
-        made |= rule.upkeep.state_dict()
+        made |= rule.state_dict()
     return {**sync.state_dict(), **made}
 
 
@@ -81,11 +83,11 @@ def read(
         try:
             for rule, group in zip(rules, alike["param_groups"], strict=True):
                 rule.check(group)
-                check_number("reference_lr", group["reference_lr"])
+                check_numbers(group, "reference_lr")
                 if not group["reference_lr"]:
                     raise ValueError("reference_lr 0, expected a number above 0")
             count = int(alike["thinwire"]["count"])
-            take = [rule.upkeep.parsed(alike["thinwire"]) for rule in dict.fromkeys(rules)]
+            take = [rule.parsed(alike["thinwire"]) for rule in dict.fromkeys(rules)]
         except checkpoint.DamagedError:
             raise
         except ValueError as error:
@@ -138,17 +140,17 @@ def for_torch(parameters: Parameters, rules: Sequence[Rule], optimizer: str) -> 
     sync, numbers = parameters.sync, {name: number for number, name in enumerate(parameters.given)}
     apart = set(parameters.sent_as_updates(sync.steps))
     state: dict[int, dict[str, Tensor]] = {}
-    for name, like in parameters.tensors.items():
-        family, own = parameters.families.of(name), parameters.moments_of(name)
+    for name in parameters.tensors:
+        own = parameters.moments_of(name)
         if not own:
             continue
         moments = {kind: sync.mean_of(m) if name in apart else m.clone() for kind, m in own.items()}
         if name in apart:
-            rules[family.group].to_torch(name, moments)
-        shapes = {kind: shaped(moment, like) for kind, moment in moments.items()}
+            rules[parameters.families.of(name).group].to_torch(name, moments)
+        kept = _as_torch(parameters, name, moments)
         if sync.shards is not None:
-            shapes = {kind: sync.shards.distributed(name, moment) for kind, moment in shapes.items()}
-        state[numbers[name]] = {"step": torch.tensor(float(family.steps)), **shapes}
+            kept |= {kind: sync.shards.distributed(name, kept[kind]) for kind in moments}
+        state[numbers[name]] = kept
     # All settings that torch's optimizer has in this version of torch.
     defaults = getattr(torch.optim, optimizer)([torch.zeros(1)]).defaults
     groups, first = [], 0
@@ -164,16 +166,15 @@ def _check_twin(rules: Iterable[Rule], optimizer: str) -> None:
         raise ValueError(f"torch has no optimizer like thinwire.{optimizer}, whose states could be exchanged with it")
 
 
-def read_from_torch(
-    state: State, parameters: Parameters, rules: Sequence[Rule], optimizer: str
-) -> tuple[Loaded, dict[str, int]]:
-    """Read a state of torch's optimizer; return it, and the steps that each parameter has taken."""
+def read_from_torch(state: State, parameters: Parameters, rules: Sequence[Rule], optimizer: str) -> Loaded:
+    """Read a state of torch's optimizer, in which each parameter has taken a number of steps."""
     groups = _groups_from_torch(state, parameters.groups, rules, optimizer)
     moments = {kind: _moments_in(state, kind, parameters) for kind in parameters.vectors}
     numbers = [number for group in groups for number in group["params"]]
     kept = {name: state["state"].get(number, {}) for name, number in zip(parameters.given, numbers, strict=True)}
     steps = {name: int(found["step"]) for name, found in kept.items() if "step" in found}
-    return Loaded(groups, {**moments}, max(steps.values(), default=0), ()), steps
+    take = [partial(rule.begin_from_torch, steps) for rule in dict.fromkeys(rules)]
+    return Loaded(groups, {**moments}, max(steps.values(), default=0), take)
 
 
 def _groups_from_torch(

@@ -21,7 +21,7 @@ from ..kernels.joined import Flat, addresses_of
 from ..kernels.recording import Recording, RecordingMemory
 from ..kernels.updates import AdamUpdate, Update
 from .buckets import Slice
-from .slots import Parcel, Slot, Slots
+from .slots import SliceFlight, Slot, Slots
 
 
 def is_recordable(update: Update | None) -> bool:
@@ -48,11 +48,11 @@ class RecordedLeg(Leg):
             super().copy_to_host(payload, host)
 
 
-class Replayed(Parcel):
-    """A parcel like that of the step before: the wire starts the recording that makes its payload."""
+class Replayed(SliceFlight):
+    """A flight like that of the step before: the wire starts the recording that makes its payload."""
 
     def __init__(
-        self, like: Parcel, operations: list[Operation], recording: Recording, side: torch.cuda.Stream
+        self, like: SliceFlight, operations: list[Operation], recording: Recording, side: torch.cuda.Stream
     ) -> None:
         super().__init__(
             like.slot, operations, like.gradient, like.tensor, like.residual, update=like.update, places=like.places
@@ -89,13 +89,13 @@ class Replayed(Parcel):
         return super().give_up(error)
 
 
-def depart_replayed(parcel: Parcel) -> None:
-    """Tell the story of a parcel whose payload a replay has made."""
-    leg = parcel.slot.leg
+def depart_replayed(flight: SliceFlight) -> None:
+    """Tell the story of a flight whose payload a replay has made."""
+    leg = flight.slot.leg
     assert isinstance(leg, RecordedLeg)
     leg.is_replayed = True
     try:
-        parcel.depart()
+        flight.depart()
     finally:
         leg.is_replayed = False  # a recording holds only the first encoding
 
@@ -107,7 +107,7 @@ class Recorder:
         self._slots, self._memory = slots, RecordingMemory()
         slots.leg_kind = RecordedLeg
         self._recordings: WeakKeyDictionary[Slot, Recording | None] = WeakKeyDictionary()
-        self._known: dict[int, Parcel] = {}  # as sent in the last step, by the `id` of the slice
+        self._known: dict[int, SliceFlight] = {}  # as sent in the last step, by the `id` of the slice
         self._known_for: Hashable = None  # generations and addresses of its tensors
 
     def new_recording(self) -> Recording:
@@ -120,67 +120,67 @@ class Recorder:
             self._known, self._known_for = {}, known_for
 
     def keep(self, used: Sequence[Slot]) -> None:
-        self._known = {key: parcel for key, parcel in self._known.items() if parcel.slot in used}
+        self._known = {key: flight for key, flight in self._known.items() if flight.slot in used}
 
-    def known(self, slice_: Slice, gradient: Flat, origin: Hashable = None) -> Parcel | None:
+    def known(self, slice_: Slice, gradient: Flat, origin: Hashable = None) -> SliceFlight | None:
         """Return how a slice was sent in the last step; None if it was not recorded, or if its gradient has moved."""
-        parcel = self._known.get(id(slice_))
-        recording = None if parcel is None else self._recordings.get(parcel.slot)
-        if parcel is None or recording is None or not recording.has(parcel.recorded_by) or parcel.origin != origin:
+        flight = self._known.get(id(slice_))
+        recording = None if flight is None else self._recordings.get(flight.slot)
+        if flight is None or recording is None or not recording.has(flight.recorded_by) or flight.origin != origin:
             return None
-        is_same = addresses_of(parcel.gradient) == addresses_of(gradient)
+        is_same = addresses_of(flight.gradient) == addresses_of(gradient)
         return (
-            parcel if is_same and parcel.slot.request.channels == self._slots.peers.channels(gradient.device) else None
+            flight if is_same and flight.slot.request.channels == self._slots.peers.channels(gradient.device) else None
         )
 
-    def again(self, parcel: Parcel, operations: list[Operation]) -> Replayed:
-        recording, side = self._recordings[parcel.slot], self._slots.side_stream(parcel.tensor.device)
+    def again(self, flight: SliceFlight, operations: list[Operation]) -> Replayed:
+        recording, side = self._recordings[flight.slot], self._slots.side_stream(flight.tensor.device)
         assert recording is not None
         assert side is not None
-        return Replayed(parcel, operations, recording, side)
+        return Replayed(flight, operations, recording, side)
 
-    def wait_for(self, parcels: Sequence[Parcel]) -> None:
-        for parcel in parcels:
-            if isinstance(parcel, Replayed):
-                parcel.replayed.wait()
+    def wait_for(self, flights: Sequence[SliceFlight]) -> None:
+        for flight in flights:
+            if isinstance(flight, Replayed):
+                flight.replayed.wait()
 
-    def depart(self, parcel: Parcel, encode: Callable[[], None], *, replays: bool, keeps: bool) -> None:
+    def depart(self, flight: SliceFlight, encode: Callable[[], None], *, replays: bool, keeps: bool) -> None:
         """Encode, or replay the recording of it if allowed; keep how, if the next step can do the same."""
-        recording = self._recording_of(parcel)
-        if recording is None or parcel.recorded_by is None or not replays:
+        recording = self._recording_of(flight)
+        if recording is None or flight.recorded_by is None or not replays:
             encode()
-        elif recording.run(parcel.recorded_by, encode):
-            depart_replayed(parcel)
-        if keeps and recording is not None and parcel.recorded_by is not None and parcel.request.is_exchanged_at_once:
-            self._known[id(parcel.slot.slice)] = parcel  # keeps the slice alive, so that no other slice gets its id
+        elif recording.run(flight.recorded_by, encode):
+            depart_replayed(flight)
+        if keeps and recording is not None and flight.recorded_by is not None and flight.request.is_exchanged_at_once:
+            self._known[id(flight.slot.slice)] = flight  # keeps the slice alive, so that no other slice gets its id
 
-    def _recording_of(self, parcel: Parcel) -> Recording | None:
+    def _recording_of(self, flight: SliceFlight) -> Recording | None:
         """Return the recording; None if a draw has a new key at each step, or ranks of a node are waited for."""
-        if parcel.slot not in self._recordings:
-            compressor, source = parcel.slot.slice.compressor, parcel.tensor
+        if flight.slot not in self._recordings:
+            compressor, source = flight.slot.slice.compressor, flight.tensor
             made = None
-            if source.is_cuda and not compressor.draws and len(parcel.operations) == 1:
+            if source.is_cuda and not compressor.draws and len(flight.operations) == 1:
                 backend, _ = kernels.select(compressor.layout(source.numel(), source.dtype), source.device)
                 made = self.new_recording() if backend == "cuda" else None  # only these kernels never wait
-            self._recordings[parcel.slot] = made
-        return self._recordings[parcel.slot]
+            self._recordings[flight.slot] = made
+        return self._recordings[flight.slot]
 
-    def addresses(self, parcel: Parcel) -> tuple[Hashable, ...]:
+    def addresses(self, flight: SliceFlight) -> tuple[Hashable, ...]:
         """Return the addresses of all that is read or written when a slice is sent; payloads are the slot's."""
-        update, residual = parcel.update, parcel.residual
-        made: list[Hashable] = [parcel.slot.number, addresses_of(parcel.gradient)]
+        update, residual = flight.update, flight.residual
+        made: list[Hashable] = [flight.slot.number, addresses_of(flight.gradient)]
         made.append(0 if residual is None else residual.data_ptr())
         if isinstance(update, AdamUpdate) and update.on_device is not None:
             made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
-            made.append(self._slots.scratch(parcel.gradient, update.m.dtype).data_ptr())
+            made.append(self._slots.scratch(flight.gradient, update.m.dtype).data_ptr())
         return tuple(made)
 
-    def key_of_landing(self, parcels: Sequence[Parcel]) -> tuple[Hashable, ...] | None:
+    def key_of_landing(self, flights: Sequence[SliceFlight]) -> tuple[Hashable, ...] | None:
         """Return everything that applying a step depends on, besides parameters; None if it cannot be recorded."""
-        for parcel in parcels:
-            if self._recordings.get(parcel.slot) is None or not parcel.request.is_exchanged_at_once:
+        for flight in flights:
+            if self._recordings.get(flight.slot) is None or not flight.request.is_exchanged_at_once:
                 return None
-            if not parcel.places and not is_recordable(parcel.update):
+            if not flight.places and not is_recordable(flight.update):
                 return None
         # The key of packed parameters also has the clipping factor, by which applying them does not depend.
-        return tuple(self.addresses(parcel) if parcel.places else parcel.recorded_by for parcel in parcels)
+        return tuple(self.addresses(flight) if flight.places else flight.recorded_by for flight in flights)

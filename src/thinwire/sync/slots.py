@@ -99,7 +99,7 @@ class Slot:
     number: int = field(default_factory=itertools.count().__next__)  # of no other slot, for keys of recordings
 
 
-class Parcel(Flight):
+class SliceFlight(Flight):
     """A slice that is being sent.
 
     gradient  a slice of the bucket; for packed parameters, a copy of their gradients.

@@ -28,7 +28,7 @@ from .policy import Way
 from .recorded import Recorder, is_recordable
 from .residuals import NamedVectors
 from .shards import ShardGroup
-from .slots import Parcel, Slot, Slots
+from .slots import SliceFlight, Slot, Slots
 
 Maker = Callable[[Slice, Sequence[Tensor], float], Update]
 """Makes the update of a slice, from its moments and the factor of its gradient."""
@@ -92,7 +92,7 @@ class Step:
         self._sampled = frozenset[str]() if updates is None else updates.sampled
         self.closed = False  # after the last bucket
         self.finite: bool | None = None  # every rank's gradient; None until it is known, or if it is not checked
-        self.flights: list[Parcel] = []
+        self.flights: list[SliceFlight] = []
         self.reports: list[Report] = []
         self.layout: list[tuple[str, ...]] = []  # names in each bucket, as they came
         self.numels: dict[str, int] = {}
@@ -217,8 +217,8 @@ class Step:
             return True
         with refusing(operations):
             self._hold(known.slot)
-        parcel = self._recorder.again(known, operations)
-        self._submit(parcel, parcel.depart_on_wire)
+        flight = self._recorder.again(known, operations)
+        self._submit(flight, flight.depart_on_wire)
         return True
 
     def _send_slice(self, slice_: Slice, gradient: Flat) -> None:
@@ -269,48 +269,48 @@ class Step:
             slot = slots.of(slice_, source, channels, state=state, keeps=keeps, packs=bool(places))
             self._hold(slot)
             key = mix_key(self.number, slice_.seed) if slot.request.draws else None
-            parcel = Parcel(
+            flight = SliceFlight(
                 slot, operations, gradient, source, residual, state=state, key=key, update=update, places=places
             )
 
         def encode() -> None:
-            self._write(parcel)
-            parcel.depart()
+            self._write(flight)
+            flight.depart()
 
         recorder = self._recorder
         if recorder is None:
-            self._submit(parcel, encode)
+            self._submit(flight, encode)
             return
         if origin is not None if places else not self.warms_up and is_recordable(update):
-            parcel.recorded_by, parcel.origin = (*recorder.addresses(parcel), origin), origin
-        replays, keeps_parcel = not self._sampled, self._sends_updates
-        self._submit(parcel, lambda: recorder.depart(parcel, encode, replays=replays, keeps=keeps_parcel))
+            flight.recorded_by, flight.origin = (*recorder.addresses(flight), origin), origin
+        replays, keeps = not self._sampled, self._sends_updates
+        self._submit(flight, lambda: recorder.depart(flight, encode, replays=replays, keeps=keeps))
 
-    def _write(self, parcel: Parcel) -> None:
-        source, gradient, slice_ = parcel.tensor, parcel.gradient, parcel.slot.slice
-        if parcel.places:
-            pieces = [packed.pieces() if packed.copied is None else [packed.copied] for packed in parcel.places]
+    def _write(self, flight: SliceFlight) -> None:
+        source, gradient, slice_ = flight.tensor, flight.gradient, flight.slot.slice
+        if flight.places:
+            pieces = [packed.pieces() if packed.copied is None else [packed.copied] for packed in flight.places]
             torch.cat([piece for some in pieces for piece in some], out=source)
         self._sample(slice_, gradient)
-        if parcel.update is not None:
-            with parcel.report.clock("update"):
-                parcel.update.write(self._clipped(parcel), source)
+        if flight.update is not None:
+            with flight.report.clock("update"):
+                flight.update.write(self._clipped(flight), source)
         elif self.updates is not None:
-            if not parcel.places:
+            if not flight.places:
                 assert isinstance(gradient, Tensor)
                 source.copy_(gradient)
             self._as_gradient(source)
         if slice_.gaps:  # packed parameters, which are sent separately
             torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
 
-    def _submit(self, parcel: Parcel, depart: Callable[[], None]) -> None:
-        self.flights.append(parcel)
-        self.reports.append(parcel.report)
+    def _submit(self, flight: SliceFlight, depart: Callable[[], None]) -> None:
+        self.flights.append(flight)
+        self.reports.append(flight.report)
         try:
             depart()
-            parcel.submit()
+            flight.submit()
         except BaseException as error:
-            parcel.give_up(error)  # otherwise a caller would wait for it forever
+            flight.give_up(error)  # otherwise a caller would wait for it forever
             raise
 
     def _hold(self, slot: Slot) -> None:
@@ -326,18 +326,18 @@ class Step:
     def _operations(self, device: torch.device) -> list[Operation]:
         """Number the next operations, as elsewhere; if one of this step has failed, refuse them and return none."""
         made = self._slots.peers.operations(device)
-        failure = next((found for parcel in self.flights if (found := parcel.failure) is not None), None)
+        failure = next((found for flight in self.flights if (found := flight.failure) is not None), None)
         for operation in made if failure is not None else ():
             operation.refuse(str(failure))
         return made if failure is None else []
 
     # Updates of an optimizer.
 
-    def _clipped(self, parcel: Parcel) -> Flat:
+    def _clipped(self, flight: SliceFlight) -> Flat:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
-        if not isinstance(self._clip, Tensor) or is_recordable(parcel.update):
-            return parcel.gradient
-        clipped = [tensor.to(self._clip.dtype) * self._clip for tensor in tensors_of(parcel.gradient)]
+        if not isinstance(self._clip, Tensor) or is_recordable(flight.update):
+            return flight.gradient
+        clipped = [tensor.to(self._clip.dtype) * self._clip for tensor in tensors_of(flight.gradient)]
         return clipped[0] if len(clipped) == 1 else Joined(clipped)
 
     def _as_gradient(self, copy: Tensor) -> Tensor:
@@ -369,8 +369,8 @@ class Step:
     def wait(self) -> None:
         """Wait until everything is exchanged, and set `finite`, the same on all ranks; raise any error."""
         started = time.perf_counter()
-        for parcel in self.flights:
-            parcel.wait()
+        for flight in self.flights:
+            flight.wait()
         self.waited = time.perf_counter() - started
         if not self.is_sent_by_torch:
             self.finite = all(report.finite for report in self.reports)
@@ -382,8 +382,8 @@ class Step:
             side = self._slots.side_stream(device)
             if side is not None:
                 torch.cuda.current_stream(device).wait_stream(side)
-        for parcel in self.flights:
-            parcel.join_streams()
+        for flight in self.flights:
+            flight.join_streams()
 
     def addresses(self) -> tuple[Hashable, ...] | None:
         """Return everything that applying this step depends on, besides parameters; None if it cannot be recorded."""
@@ -398,12 +398,12 @@ class Step:
             for bucket in self._buckets:
                 bucket.tensor.fill_(torch.nan)
             return
-        for parcel in self.flights:
-            parcel.land(parcel.tensor, parcel.tensor)
-        for parcel in self.flights:  # after all slices, because packed parameters lie in their gaps
-            if parcel.places:
-                averages = parcel.tensor.split(list(parcel.slot.slice.sizes))
-                torch._foreach_copy_([piece for packed in parcel.places for piece in packed.pieces()], list(averages))
+        for flight in self.flights:
+            flight.land(flight.tensor, flight.tensor)
+        for flight in self.flights:  # after all slices, because packed parameters lie in their gaps
+            if flight.places:
+                averages = flight.tensor.split(list(flight.slot.slice.sizes))
+                torch._foreach_copy_([piece for packed in flight.places for piece in packed.pieces()], list(averages))
         if self._regrouped:
             parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
             for bucket in self._regrouped:
@@ -413,30 +413,30 @@ class Step:
     @torch.no_grad()
     def averages(self) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
         """Update residuals and moments, and yield averages by slice, in shared memory, and if they are updates."""
-        for parcel in self.flights:
-            if parcel.places:
-                out = parcel.tensor
-                parcel.land(out, out)
+        for flight in self.flights:
+            if flight.places:
+                out = flight.tensor
+                flight.land(out, out)
             elif self.warms_up:
-                out = self._slots.scratch(parcel.gradient, parcel.gradient.dtype)
-                parcel.land(out)
+                out = self._slots.scratch(flight.gradient, flight.gradient.dtype)
+                flight.land(out)
             else:
-                out = self._slots.scratch(parcel.gradient, residual_dtype(parcel.gradient.dtype))
-                parcel.land(out, self._clipped(parcel), parcel.update)
-                if parcel.residual is not None and parcel.slot.slice.gaps:  # gaps have no residual
-                    torch._foreach_zero_([parcel.residual[begin:end] for begin, end in parcel.slot.slice.gaps])
-            yield parcel.update is not None, parcel.slot.slice.parts(out)
+                out = self._slots.scratch(flight.gradient, residual_dtype(flight.gradient.dtype))
+                flight.land(out, self._clipped(flight), flight.update)
+                if flight.residual is not None and flight.slot.slice.gaps:  # gaps have no residual
+                    torch._foreach_zero_([flight.residual[begin:end] for begin, end in flight.slot.slice.gaps])
+            yield flight.update is not None, flight.slot.slice.parts(out)
 
     def release(self) -> None:
-        for parcel in self.flights:
-            parcel.abandon()  # unless it has landed, nothing has changed
+        for flight in self.flights:
+            flight.abandon()  # unless it has landed, nothing has changed
         self.flights, self._buckets, self._regrouped = [], [], []
         self._waiting, self._packed = [], []
 
     def abandon(self) -> None:
         """Drop a step that is not applied, after waiting until the wire no longer uses its memory."""
-        for parcel in self.flights:
-            parcel.wait_quietly()
+        for flight in self.flights:
+            flight.wait_quietly()
         self._join_streams()
         self.release()
 

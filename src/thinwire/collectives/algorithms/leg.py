@@ -257,10 +257,10 @@ def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[E
 
 def until_known(story: Story) -> Generator[Exchange, Seen, bool]:
     """Tell a story inside another one, until it is known whether every rank was finite."""
-    told = next(story)
-    while not isinstance(told, bool):
-        told = story.send((yield told))
-    return told
+    yielded = next(story)
+    while not isinstance(yielded, bool):
+        yielded = story.send((yield yielded))
+    return yielded
 
 
 def land(story: Story, landing: Landing) -> None:
