@@ -89,7 +89,7 @@ class TestARound:
 
             done = train(group, 37, options, before_step=before_step)
             names = [name for name, _ in network().named_parameters()]
-            common = {n: t.double() for part in done.optimizer._parts() for n, t in part.named(part.common).items()}
+            common = {n: t.double() for part in done.optimizer._parts for n, t in part.named(part.common).items()}
             residuals = done.optimizer.sync.residuals
             unsent = [
                 common[n] - w.reshape(-1) + residuals.get(n, torch.zeros(()))
@@ -256,7 +256,7 @@ class TestAsAnOptimizer:
             for step in range(8):
                 generator = torch.Generator().manual_seed(step + 100 * group.rank)
                 take(optimizer, model(torch.randn(8, 96, generator=generator).bfloat16()).square().sum())
-            (part,) = optimizer._parts()
+            (part,) = optimizer._parts
             return model.weight.detach().clone(), part.common.clone()
 
         (mine, common), (theirs, _) = run_threads(rank, 2)

@@ -2,7 +2,6 @@
 
 import warnings
 import weakref
-from functools import cache
 from typing import Any
 
 import torch
@@ -96,20 +95,19 @@ def _sharded(model: object, group: Group) -> ShardedParameters:
 
 _sparse: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """Models with sparse gradients and the spec of their compressor, until an optimizer steps on them."""
+_is_watching = False  # by `_warn_once`, before every step of an optimizer
 
 
 def _warn_of_adam(ddp: nn.Module, sync: Synchronizer) -> None:
     """Prepare a warning for the first step of an Adam-like optimizer on parameters with sparse gradients."""
+    global _is_watching
     final = map(parsed, (sync.policy.final, *sync.policy.overrides.values()))
     sparse = [given for given in final if given.sparse]
     if sparse:
         _sparse[ddp] = format_spec(sparse[0])
-        _watch_steps()
-
-
-@cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_warn_once)
+        if not _is_watching:
+            register_optimizer_step_pre_hook(_warn_once)
+            _is_watching = True
 
 
 def _warn_once(optimizer: Optimizer, *_: Any) -> None:

@@ -40,6 +40,7 @@ from .base import CompressedOptimizer, dense_policy
 from .fragments import Fragment, Named, Part, split
 from .guard import check_numbers, check_replicas
 from .membership import Membership
+from .states import check_kind, states_of
 
 _BUFFER = "buffer: "  # begins the names of buffers
 _OPTIONS = ("every", "delay", "outer_lr", "outer_momentum", "nesterov", "decay")
@@ -254,8 +255,7 @@ class LocalSteps(Optimizer):
                 "local_steps": self.steps,
                 "exchanged_at": [fragment.exchanged_at for fragment in self.fragments],
                 "left_out": self.left_out,
-                "common": self._by_name(lambda part: part.common),
-                "outer": self._by_name(lambda part: part.momentum),
+                **self._common(),
                 "weights": None if is_common else self._by_name(Part.local),
                 "under_way": self._under_way(),
             },
@@ -273,19 +273,12 @@ class LocalSteps(Optimizer):
         Another number of ranks needs one of the last two, saved when a round had ended; each rank then goes on with the
         inner optimizer of one of them. With `strict=False`, what missing ranks had not sent is lost, with a warning.
         """
-        states = checkpoint.as_list(state_dict)
-        for state in states:
-            if not isinstance(state, Mapping) or not isinstance(state.get("thinwire"), Mapping):
-                raise ValueError("not a state of thinwire.LocalSteps: it has no key 'thinwire'")
-            kind = state["thinwire"].get("optimizer")
-            if kind != "LocalSteps":
-                raise ValueError(f"a state of thinwire.{kind}, expected thinwire.LocalSteps")
-            if lacking := _KEYS - state["thinwire"].keys():
-                raise checkpoint.DamagedError(
-                    f"{min(lacking)!r} is missing in a saved state: the checkpoint is damaged"
-                )
+        states = states_of(state_dict, "LocalSteps")
         saved = [state["thinwire"] for state in states]
         choice = checkpoint.choose(saved, self.sync.rank, self.sync.world_size, strict=strict)
+        check_kind(choice.alike, "LocalSteps")
+        if lacking := {key for key in _KEYS for state in saved if key not in state}:
+            raise checkpoint.DamagedError(f"{min(lacking)!r} is missing in a saved state: the checkpoint is damaged")
         checkpoint.check_same("setting", choice.alike["setting"], self._setting)
         if (choice.alike["weights"] is not None or choice.alike["under_way"]) and not choice.same_world:
             raise ValueError(
@@ -310,8 +303,7 @@ class LocalSteps(Optimizer):
 
     def common_state(self) -> dict[str, Any]:
         return {
-            "common": self._by_name(lambda part: part.common),
-            "outer": self._by_name(lambda part: part.momentum),
+            **self._common(),
             "local_steps": self.steps,
             "rounds": self.sync.steps,
             "options": [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups],
@@ -333,6 +325,12 @@ class LocalSteps(Optimizer):
     @property
     def _setting(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
+
+    def _common(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            "common": self._by_name(lambda part: part.common),
+            "outer": self._by_name(lambda part: part.momentum),
+        }
 
     def _by_name(self, flat: Any) -> dict[str, Tensor]:
         found = [(part, flat(part)) for part in self._parts]

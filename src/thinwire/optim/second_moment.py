@@ -25,7 +25,6 @@ from ..compressors import compressor as parsed
 from ..sync.checkpoint import DamagedError
 from ..sync.policy import DENSE, Policy
 from ..sync.step import Step
-from ..sync.synchronizer import Synchronizer
 from .guard import check_first
 from .rule import Rule
 
@@ -80,9 +79,17 @@ class SecondMoments(Rule):
         for part in ordered.values():
             if part.is_cuda:  # it was made on the stream that encodes
                 part.record_stream(torch.cuda.current_stream(part.device))
-        for name, found in measure(sync, ordered).items():
-            known = self._found.get(name)
-            self._found[name] = found if known is None else (known + found) / 2
+        parts = list(ordered.values())
+        own, averaged = _mean_squares(parts), torch.cat(parts)
+        sync.average([averaged, own], DENSE)
+        of_average = _mean_squares(averaged.split([part.numel() for part in parts]))
+        if sync.shards is not None and sync.shards.size > 1:  # each shard counts by its number of elements
+            numels = torch.tensor([(sync.numels or {})[name] for name in ordered], dtype=own.dtype, device=own.device)
+            of_average, own = sync.shards.add(torch.stack([of_average, own]) * numels)
+        for name, mean, each in zip(ordered, of_average.tolist(), own.tolist(), strict=True):
+            if each > 0:  # otherwise it has no gradient
+                c = min(1.0, max(1 / sync.world_size, mean / each))
+                self._found[name] = (self._found.get(name, c) + c) / 2
         self._measures_next = False
         if not step.warms_up:  # second moments of sampled tensors are this rank's own by now, if they are compressed
             compressed = (name for name in ordered if name not in sync.dense)
@@ -168,22 +175,6 @@ class SecondMoments(Rule):
         for name in self.parameters.given:
             if name not in by_gradient and name in self.parameters.vectors["exp_avg_sq"]:
                 yield name, self.parameters.vectors["exp_avg_sq"][name]
-
-
-def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return c by name, from samples; all ranks call it, and get the same. A tensor without gradient is left out."""
-    if not samples:
-        return {}
-    sizes = [part.numel() for part in samples.values()]
-    own = _mean_squares(list(samples.values()))
-    averaged = torch.cat(list(samples.values()))
-    sync.average([averaged, own], DENSE)
-    of_average = _mean_squares(averaged.split(sizes))
-    if sync.shards is not None and sync.shards.size > 1:  # each shard counts by its number of elements
-        numels = torch.tensor([(sync.numels or {})[name] for name in samples], dtype=own.dtype, device=own.device)
-        of_average, own = sync.shards.add(torch.stack([of_average, own]) * numels)
-    found = zip(samples, of_average.tolist(), own.tolist(), strict=True)
-    return {name: min(1.0, max(1 / sync.world_size, mean / each)) for name, mean, each in found if each > 0}
 
 
 def _mean_squares(parts: Sequence[Tensor]) -> Tensor:

@@ -66,14 +66,19 @@ def states_of(given: checkpoint.States, optimizer: str) -> list[State]:
     return states
 
 
+def check_kind(state: State, optimizer: str) -> None:
+    """Raise ValueError if a state under "thinwire" is that of another optimizer."""
+    if (found := state.get("optimizer")) != optimizer:
+        raise ValueError(f"a state of thinwire.{found}, expected thinwire.{optimizer}")
+
+
 def read(
     states: Sequence[State], choice: checkpoint.Choice, parameters: Parameters, rules: Sequence[Rule], optimizer: str
 ) -> Loaded:
     """Read the states that this rank has chosen; raise ValueError if they do not fit. `rules` by parameter group."""
     by_rank = {int(state["thinwire"]["rank"]): state for state in states}
+    check_kind(choice.alike, optimizer)
     alike = by_rank[int(choice.alike["rank"])]
-    if (found := alike["thinwire"].get("optimizer")) != optimizer:
-        raise ValueError(f"state of thinwire.{found}, expected thinwire.{optimizer}")
     taken = [by_rank[int(state["rank"])] for state in choice.taken]
     if not isinstance(apart := choice.alike.get("local"), list):
         raise checkpoint.DamagedError("'local' is no list in a saved state: the checkpoint is damaged")
@@ -137,20 +142,19 @@ def is_from_torch(state: State) -> bool:
 def for_torch(parameters: Parameters, rules: Sequence[Rule], optimizer: str) -> dict[str, Any]:
     """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this."""
     _check_twin(rules, optimizer)
-    sync, numbers = parameters.sync, {name: number for number, name in enumerate(parameters.given)}
+    sync = parameters.sync
     apart = set(parameters.sent_as_updates(sync.steps))
     state: dict[int, dict[str, Tensor]] = {}
-    for name in parameters.tensors:
+    for number, name in enumerate(parameters.given):
         own = parameters.moments_of(name)
         if not own:
             continue
         moments = {kind: sync.mean_of(m) if name in apart else m.clone() for kind, m in own.items()}
         if name in apart:
             rules[parameters.families.of(name).group].to_torch(name, moments)
-        kept = _as_torch(parameters, name, moments)
+        state[number] = _as_torch(parameters, name, moments)
         if sync.shards is not None:
-            kept |= {kind: sync.shards.distributed(name, kept[kind]) for kind in moments}
-        state[numbers[name]] = kept
+            state[number] |= {kind: sync.shards.distributed(name, state[number][kind]) for kind in moments}
     # All settings that torch's optimizer has in this version of torch.
     defaults = getattr(torch.optim, optimizer)([torch.zeros(1)]).defaults
     groups, first = [], 0
