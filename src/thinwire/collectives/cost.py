@@ -65,6 +65,7 @@ def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequen
     return kinds <= {type(layout)} and all(start % layout.granule == 0 for start, stop in cut if start < stop)
 
 
+@lru_cache(maxsize=1024)  # for each bucket of each step
 def ring(nbytes: int, ranks: int) -> int:
     """Return the bytes that each rank sends in a ring all-reduce of `nbytes` bytes."""
     return 2 * nbytes * (ranks - 1) // ranks

@@ -192,7 +192,7 @@ class Agreement:
 
     @property
     def _record(self) -> Record:
-        """What this rank writes on the board, if it comes to that."""
+        """Return what this rank writes on the board, if it comes to that."""
         if self._refused is not None or not self._call:
             return Record(self.number, refused=self._refused)
         since = {"connected since operation": self._connection.number}
