@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.signals import signal_me
+from thinwire.sync.step import Step
 from thinwire.sync.synchronizer import Synchronizer
 from thinwire.testing import Fault, inject
 from thinwire.tools.train import loop, rank
@@ -176,19 +177,19 @@ class LargeLosses:
     steps: Collection[int]
 
     def install(self, patch: Patch) -> None:
-        warn, loss, calls = Synchronizer._warn_of_skipped, Learner._loss, 0
+        count, loss, calls = Synchronizer.count, Learner._loss, 0
 
-        def warn_quietly(sync: Synchronizer) -> None:
+        def count_quietly(sync: Synchronizer, step: Step) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # in the tests' ranks a warning is an error
-                warn(sync)
+                count(sync, step)
 
         def enlarge(learner: Learner, *args: Any) -> Tensor:
             nonlocal calls
             calls += 1
             return loss(learner, *args) * (1e24 if dist.get_rank() == 1 and calls in self.steps else 1.0)
 
-        patch(Synchronizer, "_warn_of_skipped", warn_quietly)
+        patch(Synchronizer, "count", count_quietly)
         patch(Learner, "_loss", enlarge)
 
 
