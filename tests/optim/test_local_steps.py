@@ -1,5 +1,7 @@
+
 """`thinwire.LocalSteps` between ranks that are threads: what a round does, and what it does not."""
 
+import copy
 from itertools import cycle
 from typing import Any
 
@@ -156,6 +158,9 @@ class TestResume:
         for key in ("common", "weights", "local_steps", "setting"):
             lacking = {name: value for name, value in saved["thinwire"].items() if name != key}
             wrong.append((1, {}, {**saved, "thinwire": lacking}, f"'{key}' is missing"))
+        inner = copy.deepcopy(saved["state"])
+        inner[0][0]["exp_avg"] = inner[0][0]["exp_avg"].flatten()[:-1]
+        wrong.append((1, {}, {**saved, "state": inner}, "exp_avg of parameter 0 has another form"))
         for ranks, options, state, message in wrong:
             with pytest.raises(ValueError, match=message):
                 run_threads(lambda group, options=options, state=state: train(group, 24, options, state=state), ranks)

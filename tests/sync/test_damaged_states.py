@@ -17,9 +17,9 @@ from support.run import Run
 from support.training import loss_of, make_net, read, written
 from thinwire import Collective
 from thinwire.collectives import LocalGroup
+from thinwire.optim.states import check_saved
 from thinwire.sync.checkpoint import FORMAT, DamagedError, choose, old_ranks
 from thinwire.testing import run_threads
-from thinwire.tools.train.torch_states import check_saved
 
 GOOD = {
     "format": FORMAT, "rank": 0, "world_size": 1, "policy": {}, "options": {}, "steps": 3, "scale": 1.0, "entries": {},

@@ -40,7 +40,7 @@ from .base import CompressedOptimizer, dense_policy
 from .fragments import Fragment, Named, Part, split
 from .guard import check_numbers, check_replicas
 from .membership import Membership
-from .states import check_kind, states_of
+from .states import check_kind, check_saved, states_of
 
 _BUFFER = "buffer: "  # begins the names of buffers
 _OPTIONS = ("every", "delay", "outer_lr", "outer_momentum", "nesterov", "decay")
@@ -288,9 +288,15 @@ class LocalSteps(Optimizer):
             )
         tensors = {kind: self._checked(choice.alike, kind) for kind in ("common", "outer", "weights")}
         inner = next(state for state in states if state["thinwire"] is choice.alike)
+        inner_states = [
+            {"state": state, "param_groups": groups}
+            for state, groups in zip(inner["state"], inner["param_groups"], strict=True)
+        ]
+        for optimizer, state in zip(self.optimizers, inner_states, strict=True):
+            check_saved(state, optimizer, settings=False)  # a scheduler may have changed them
         self.sync.load_state_dict(saved, choice=choice)  # checks everything before it changes anything
-        for optimizer, state, groups in zip(self.optimizers, inner["state"], inner["param_groups"], strict=True):
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for optimizer, state in zip(self.optimizers, inner_states, strict=True):
+            optimizer.load_state_dict(state)
         for fragment, exchanged_at in zip(self.fragments, choice.alike["exchanged_at"], strict=True):
             fragment.exchanged_at = int(exchanged_at)
         for part in self._parts:

@@ -215,3 +215,41 @@ def _groups_from_torch(
             )
         made.append({**ours, **settings, "params": theirs["params"]})
     return made
+
+
+# Those of torch's own optimizers: of dense training, and inside LocalSteps.
+
+_NEEDED = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}, torch.optim.SGD: {"step", "momentum_buffer"}}
+"""What torch's optimizers keep for a parameter."""
+
+
+def check_saved(saved: Any, optimizer: torch.optim.Optimizer, *, settings: bool = True) -> None:
+    """Raise DamagedError if torch's AdamW or SGD cannot have saved this; torch itself would fail in the next step.
+
+    settings   whether those of the groups must be the optimizer's, but for lr and weight decay.
+    """
+    if type(optimizer) not in _NEEDED:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with checkpoint.reading():
+        groups, states = saved["param_groups"], saved["state"]
+        numbers = [number for group in groups for number in group["params"]]
+        theirs, ours = ([_settings(group) for group in each] for each in (groups, optimizer.param_groups))
+        if numbers != list(range(len(parameters))) or (settings and theirs != ours):
+            raise checkpoint.DamagedError(
+                "torch's optimizer has other settings in a checkpoint: the checkpoint is damaged"
+            )
+        for number, moments in states.items():
+            for name, value in moments.items():
+                shape = torch.Size() if name == "step" else parameters[number].shape
+                is_tensor = isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape
+                if not is_tensor or (name == "step" and not value >= 0):
+                    raise checkpoint.DamagedError(
+                        f"{name} of parameter {number} has another form: the checkpoint is damaged"
+                    )
+            if not _NEEDED[type(optimizer)] <= {"step", *moments.keys()}:
+                raise checkpoint.DamagedError(f"a moment of parameter {number} is missing: the checkpoint is damaged")
+
+
+def _settings(group: State) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "lr", "weight_decay")}

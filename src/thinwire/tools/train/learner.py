@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.collectives import LocalGroup
 from thinwire.compressors import format_spec
+from thinwire.optim.states import check_saved
 from thinwire.sync.policy import DEFAULT
 from thinwire.sync.synchronizer import Synchronizer
 
@@ -27,7 +28,6 @@ from .checks import DENSE, sends_updates
 from .config import Config
 from .data import Batch, evaluate_batch
 from .models import model_config
-from .torch_states import check_saved
 
 MOMENTUM = 0.9  # Momentum of SGD, both torch's and thinwire's
 LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"  # What `default` is with --local-steps, for any number of ranks
