@@ -1,4 +1,3 @@
-
 """`thinwire.LocalSteps` between ranks that are threads: what a round does, and what it does not."""
 
 import copy

@@ -123,10 +123,15 @@ class Recorder:
         self._known = {key: flight for key, flight in self._known.items() if flight.slot in used}
 
     def known(self, slice_: Slice, gradient: Flat, origin: Hashable = None) -> SliceFlight | None:
-        """Return how a slice was sent in the last step; None if it was not recorded, or if its gradient has moved."""
+        """Return how a slice was sent in the last step; None if it was not recorded, or if its gradient has moved.
+
+        Ranks that take turns on a GPU have no side stream for the wire: they replay as they encode, in `depart`.
+        """
         flight = self._known.get(id(slice_))
         recording = None if flight is None else self._recordings.get(flight.slot)
         if flight is None or recording is None or not recording.has(flight.recorded_by) or flight.origin != origin:
+            return None
+        if self._slots.side_stream(gradient.device) is None:
             return None
         is_same = addresses_of(flight.gradient) == addresses_of(gradient)
         return (

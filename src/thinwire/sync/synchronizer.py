@@ -337,7 +337,7 @@ class Synchronizer:
         )
         if is_sent_by_torch and not (self.last_step and self.last_step.is_sent_by_torch):
             self.mean_of(torch.zeros(1, device=device))  # names ranks that compress, which would wait in vain
-        if self.slots.side_stream(device) is not None:
+        if device.type == "cuda":
             self.recorder = self.recorder or Recorder(self.slots)
             moments, numbers = ((), None) if updates is None else (updates.moments, updates.numbers)
             generations = [vectors.generation for vectors in (self.unsent, *moments)]
