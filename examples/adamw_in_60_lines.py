@@ -51,7 +51,7 @@ def main(rank: int, rendezvous: str) -> None:
     for number in range(1, 201):
         loss = (torch.randn(32, 64) @ (weights - torch.eye(64))).square().mean()
         step(number, torch.autograd.grad(loss, [weights]), state, lr=0.01)
-    print(f"rank {rank}: loss {loss.item():.4f} after {number} steps, each of {CHUNK / KEPT / 2:.0f} times fewer bytes")
+    print(f"rank {rank}: loss {loss:.4f} after {number} steps of {CHUNK / KEPT / 2:.0f} times fewer bytes\n", end="")
     dist.destroy_process_group()
 
 

@@ -157,3 +157,9 @@ def run_both(rank: int, world_size: int, group: LocalGroup) -> None:
 
 def test_an_optimizer_has_a_rule_for_each_of_its_groups() -> None:
     run_group(run_both, 2)
+
+
+def test_two_rules_with_the_same_moments_are_refused() -> None:
+    rules = {"adam": AdamRule(4, TOPK), "sign": AdamRule(0, TOPK)}
+    with raises(ValueError, "two rules keep exp_avg"):
+        CompressedOptimizer(groups_of(Given(SIZES), "sign"), NUMBERS, rules, TOPK, ddp=None, max_grad_norm=None)

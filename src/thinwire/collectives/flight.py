@@ -42,6 +42,7 @@ class Handle:
         self.error: BaseException | None = None
         self.ended: float | None = None  # of `time.perf_counter`
         self._done = threading.Event()
+        self._ending = threading.Lock()  # taken once
         self._future: Future[list[Tensor]] | None = None
         if device is not None:
             self._future = Future(devices=[device] if device.type == "cuda" else None)
@@ -72,6 +73,8 @@ class Handle:
 
     def complete(self, result: list[Tensor]) -> None:
         """End the operation with a result. On a GPU, the result is queued on the current stream."""
+        if not self._is_first():
+            return
         self.ended = time.perf_counter()
         if self._future is not None:
             self._future.set_result(result)
@@ -79,7 +82,7 @@ class Handle:
 
     def fail(self, error: BaseException) -> None:
         """End the operation with an error. Remove its frames, because the future would keep their tensors alive."""
-        if self.is_completed():
+        if not self._is_first():
             return
         self.ended = time.perf_counter()
         if error.__traceback__ is not None:
@@ -92,6 +95,10 @@ class Handle:
         if self._future is not None:
             self._future.set_exception(_copied(error))  # type: ignore[arg-type]
         self._done.set()
+
+    def _is_first(self) -> bool:
+        """Return whether nobody has ended this operation: after Ctrl-C, caller and wire may do so at once."""
+        return self._ending.acquire(blocking=False)
 
 
 def _copied(error: BaseException) -> BaseException:

@@ -78,6 +78,9 @@ class CompressedOptimizer(Optimizer):
         shards = None if self._sharded is None else self._sharded.group
         self.sync = Synchronizer(policy, families=families.number_of, shards=shards, **options)
         kinds = [rule.moments for rule in self._rule_of_group]
+        kept = Counter(kind for rule in self._rules.values() for kind in rule.moments)
+        if kept and max(kept.values()) > 1:
+            raise ValueError(f"two rules keep {max(kept, key=kept.get)}, expected moments of their own for each")  # type: ignore[arg-type]
         self._parameters = Parameters(self, self.sync, families, given=given, tensors=tensors, kinds=kinds)
         for rule in self._rules.values():
             rule.parameters = self._parameters

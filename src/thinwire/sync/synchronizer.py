@@ -468,7 +468,11 @@ class Synchronizer:
     def drop(self) -> None:
         step, self._step = self._step, None
         if step is not None:
-            step.abandon()
+            try:
+                step.abandon()
+            except BaseException:  # Ctrl-C: the wire may still use this memory, so nothing else may
+                self.slots.clear()
+                raise
 
     def follow_group(self, ranks_before: int) -> None:
         """Go on after members have changed: the share of a residual in an average over ranks stays the same."""
