@@ -88,7 +88,7 @@ def test_search_works_without_a_server(browser: Browser, site: Path) -> None:
     page.on("request", lambda request: errors.append(request.url) if not request.url.startswith("file:") else None)
     page.goto((site / "index.html").as_uri())
     page.fill("input.md-search__input", "consolidate_state_dict")
-    page.locator(".md-search-result__meta", has_text="matching documents").wait_for(timeout=30_000)
+    page.locator(".md-search-result__meta", has_text="matching documents").wait_for(timeout=120_000)
     links = page.locator("a.md-search-result__link").evaluate_all("links => links.map(link => link.href)")
     page.close()
     assert any("/reference.html" in link for link in links), links
